@@ -8,7 +8,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from kvtide.engine.sampler import SamplingInput, SamplingParams, sample_all, sampling_columns
+from kvtide.engine.sampling.sampler import SamplingInput, sample_all, sampling_columns
+from kvtide.engine.sampling.sampling_params import SamplingParams
 from kvtide.layers.kernels.sampling import greedy, sample_rows
 
 Made = tuple[Callable[[], object], int, int]

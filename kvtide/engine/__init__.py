@@ -1,9 +1,10 @@
 """Requests in, tokens out: continuous batching over the cache.
 
-`engine`            submit, abort, step; start here
+`engine`            submit, abort, step; failed loads become recomputes; start here
 `request`           a request's parameters, and how far it has come
 `scheduler`         admission, preemption, and the chunks of each step
 `overlap`           the step after the current one: planned, prepared, launched (a state machine)
+`launch_ahead`      which step that is, and how far it goes while the device computes
 `runner`            a step's chunks through the model, as a CUDA graph or eagerly
 `graphs`            CUDA graphs of steps: sizes, inputs, capture and replay
 `speculation`       drafts: proposed, verified, accepted
@@ -11,7 +12,7 @@
 `residency`         pools that live on the host: tables of a step, hits and misses
 `page_tables`       slots of a step's sequences, by anchor
 `staging`           small step inputs and outputs between host and device
-`sampler`           from logits to the next token
+`sampling`          from logits to the next token
 `updates`           what a step gives a request
 `text`              from tokens to text, up to a stop string
 `oracle`            checks restored prefixes against recomputation while serving
@@ -30,7 +31,8 @@ from kvtide.engine.request import (
     RequestState,
     session_name,
 )
-from kvtide.engine.sampler import SampledToken, SamplingParams
+from kvtide.engine.sampling.sampler import SampledToken
+from kvtide.engine.sampling.sampling_params import SamplingParams
 from kvtide.engine.state_check import EngineError
 from kvtide.engine.updates import Update
 

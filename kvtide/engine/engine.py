@@ -22,6 +22,7 @@ from kvtide.engine.chunks import ScheduledChunk
 from kvtide.engine.grammar.grammar_compiler import GrammarCompiler
 from kvtide.engine.grammar.step_masks import StepMasks
 from kvtide.engine.handoff.handoffs import HANDOFF_MIN_TOKENS, Handoffs
+from kvtide.engine.launch_ahead import LaunchAhead
 from kvtide.engine.oracle import Oracle
 from kvtide.engine.overlap import CurrentStep, Overlap, OverlapState
 from kvtide.engine.rank_topology import RankTopology
@@ -36,7 +37,7 @@ from kvtide.engine.request import (
 )
 from kvtide.engine.residency.hot_counts import HotPoolCounts
 from kvtide.engine.runner import Runner, StepOutput, score_prompt
-from kvtide.engine.sampler import SampledToken, SamplingBatch, warm_up_sampling
+from kvtide.engine.sampling.sampler import SampledToken, SamplingBatch, warm_up_sampling
 from kvtide.engine.scheduler import Scheduler
 from kvtide.engine.speculation.accept_guard import AcceptGuard
 from kvtide.engine.speculation.accept_lengths import AcceptLengths
@@ -52,7 +53,7 @@ from kvtide.spec import Tier
 
 _ALONE = RankTopology()
 DRAFT_TOKENS = 3
-"""Drafts of a request in a step, unless said otherwise."""
+"""The default: drafts of a request in a step."""
 
 
 class Engine:
@@ -90,11 +91,11 @@ class Engine:
         self.masks = StepMasks(self.vocabulary, self._staging)
         has_graphs = cuda_graphs and topology.ranks == 1 and model.uses_kernels
         self.scheduler = Scheduler(cache, chunk_tokens, max_running, has_graphs)
-        self._draft_sidecars = cache.memory.draft_sidecars
         self._speculation: Speculation | None = None
         if drafter is not None:
+            hidden = model.carried(torch.zeros(1, dtype=torch.int64, device=self._staging.device))
             self._speculation = Speculation(
-                cache, self.scheduler, drafter, draft_tokens, fixed_drafts=fixed_drafts
+                cache, self.scheduler, drafter, hidden, draft_tokens, fixed_drafts=fixed_drafts
             )
         self._runner = Runner(
             model,
@@ -108,14 +109,12 @@ class Engine:
             self._speculation.verify_rows if self._speculation is not None else 0,
         )
         if self._speculation is not None and self._runner.capture is not None:
-            hidden = model.carried(torch.zeros(1, dtype=torch.int64, device=self._staging.device))
-            self._speculation.use_graphs(self._runner.capture, max_running, hidden)
-        self._overlap = Overlap(cache, self._runner)
-        resumed = self._speculation.resume if self._speculation else lambda request: None
-        self.handoffs = Handoffs(cache, handoff_min_tokens, self.abort, resumed, self._written_late)
+            self._speculation.use_graphs(self._runner.capture, max_running)
+        self.overlap = Overlap(cache, self._runner)
+        self._ahead = LaunchAhead(self.overlap, cache, self.scheduler, self._speculation)
+        self.handoffs = Handoffs(cache, handoff_min_tokens, self.abort, self._speculation)
         self.scheduler.on_admitted = self.handoffs.admitted
-        self.computed = 0
-        self.token_s = 0.0
+        self.computed, self.token_s = 0, 0.0
         self._numbers, self._polled = 0, False
 
     @property
@@ -131,10 +130,6 @@ class Engine:
     def steps_by_kind(self) -> Counter[str]:
         """Steps launched, by kind: decode_graph, verify_graph, mixed_graph, eager."""
         return self._runner.launched
-
-    @property
-    def overlap_state(self) -> OverlapState:
-        return self._overlap.state
 
     def hot_counts(self) -> Mapping[str, HotPoolCounts]:
         """Of each hot pool, as of a second ago; of now where no request runs."""
@@ -193,28 +188,15 @@ class Engine:
     def step(self) -> list[Update]:
         """One forward pass over every running request's next tokens."""
         self._retract(self._without_prefix())
-        admits_beside = self._runner.has_graphs and self.scheduler.blocked
-        self.handoffs.incoming.poll()
-        if first := self._end_early(self.handoffs.take_updates()):
-            self.computed = 0
+        if first := self._first_of_handoffs():
             return first  # At once: the client need not wait for a step.
-        if not (admits_beside and self.scheduler.running):
+        admits_beside = self._ahead.admits_beside
+        if not admits_beside:
             self.scheduler.admit()
         step = self._schedule()
-        self.computed = step.tokens
-        if not step.chunks:
-            if self.scheduler.blocked and not self.scheduler.running:
-                self.handoffs.outgoing.give_way()
+        output = self._launch(step)
+        if output is None:
             return []
-        if self._speculation is not None and not step.launched:
-            self._speculation.before(step.chunks)
-        try:
-            output = step.launch()
-        except TransferError:
-            self._restart(step.chunks)
-            return []
-        if self._speculation is not None and step.launched:
-            step = step._replace(chunks=self._speculation.read_drafts(step.chunks))
         self.masks.begin(step.chunks)
         if admits_beside:
             self.scheduler.admit_without_preemption()
@@ -249,11 +231,40 @@ class Engine:
         failed = [request for request in running if request.held.failed]
         return [*failed, *(self.oracle.misled(running, failed) if self.oracle else ())]
 
+    def _first_of_handoffs(self) -> list[Update]:
+        """First tokens that peers have sampled."""
+        self.handoffs.incoming.poll()
+        if first := self.handoffs.take_updates():
+            self._finish_ended(first)
+            self.computed = 0
+        return first
+
     def _schedule(self) -> CurrentStep:
         """The step that was planned ahead, if it still holds; else a new one."""
         if not self.cache.config.patience.waits:
             self.scheduler.stop_fetches()
-        return self._overlap.take(self.scheduler) or self._overlap.afresh(self.scheduler.schedule())
+        planned = self.overlap.take(self.scheduler)
+        if planned is None and self._speculation is not None:
+            self._speculation.draft_resumed()
+        step = planned or self.overlap.afresh(self.scheduler.schedule())
+        if step.launched and self._speculation is not None:
+            step = step._replace(chunks=self._speculation.read_drafts(step.chunks))
+        self.computed = step.tokens
+        if not step.chunks and self.scheduler.blocked and not self.scheduler.running:
+            self.handoffs.outgoing.give_way()
+        return step
+
+    def _launch(self, step: CurrentStep) -> StepOutput | None:
+        """None where nothing is computed, or a prefix failed to load."""
+        if not step.chunks:
+            return None
+        if self._speculation is not None and not step.launched:
+            self._speculation.before(step.chunks)
+        try:
+            return step.launch()
+        except TransferError:
+            self._restart(step.chunks)
+            return None
 
     def _overlap_copies(self, chunks: list[ScheduledChunk]) -> None:
         """Poll the cache while the device computes.
@@ -267,7 +278,8 @@ class Engine:
         self._polled = True
 
     def _restart(self, chunks: list[ScheduledChunk]) -> None:
-        """A prefix failed to load during the step, on any rank: none of its output is used."""
+        """A prefix failed to load during the step, on any rank: none of its output is used. The
+        requests wait again, and recompute what is not on the device."""
         self.computed = 0
         self.cache.poll()
         self._retract([chunk.request for chunk in chunks])
@@ -296,7 +308,7 @@ class Engine:
         return self._speculation is not None and self._speculation.writes(request)
 
     def _commit_computed(self, request: Request) -> None:
-        absent = () if self._written_late(request) else self._draft_sidecars
+        absent = () if self._written_late(request) else self.cache.memory.draft_sidecars
         self.cache.commit(request.held, request.computed, without=absent)
 
     def _sample(
@@ -317,25 +329,32 @@ class Engine:
         logits = output.last(numbers, counts)
         checks = self._look(requests, self._runner.select(logits, firsts[:-1]))
         sampling = SamplingBatch(logits, self.masks.sampling_inputs(chunks), self._staging)
-        if not self._speculates(requests):
-            self._overlap_next(requests, sampling, output)
-        elif self.oracle is None and self._speculation is not None:
-            self._overlap_verify(self._speculation, chunks, sampling, output)
+        self._overlap_next(chunks, sampling, output)
         sampled = sampling.read()
         of_chunks = [sampled[first:end] for first, end in pairwise(firsts)]
         for row in reversed(sampling.resampled):
             number = bisect_right(firsts, row) - 1
-            if self._drop_ahead(requests[number]):
+            if self._ahead.drop(requests[number]):
                 # The device knew no token there, and has overwritten what may be accepted behind.
                 of_chunks[number] = sampled[firsts[number] : row + 1]
         return self._accept(chunks, of_chunks), checks
 
-    def _drop_ahead(self, request: Request) -> bool:
-        """What was launched ahead, if anything, ran on another token than was sampled."""
-        if self._speculation is not None:
-            self._speculation.undo_behind(request)
-        self._overlap.drop(request)
-        return self._overlap.state is OverlapState.LAUNCHED
+    def _overlap_next(
+        self, chunks: list[ScheduledChunk], sampling: SamplingBatch, output: StepOutput
+    ) -> None:
+        """Before the host reads what is sampled: the next step, of requests that get no drafts; of
+        others drafts alone can be known.
+
+        An oracle may retract requests after every step: nothing is launched ahead of it.
+        """
+        requests = [chunk.request for chunk in chunks]
+        if self._speculates(requests):
+            if self.oracle is None:
+                self._ahead.launch_behind(chunks, sampling, output)
+        elif self.oracle is None:
+            self._ahead.launch_next(requests, sampling, output)
+        else:
+            self._ahead.prepare_next()
 
     def _look(self, requests: list[Request], logits: Tensor) -> Collection[Request]:
         """Show the oracle these logits; returns its own requests."""
@@ -343,8 +362,7 @@ class Engine:
 
     def _speculates(self, requests: list[Request]) -> bool:
         """Drafts depend on the sampled tokens: the next step is not planned before these."""
-        wants = self._speculation.wants if self._speculation is not None else None
-        return wants is not None and any(wants(request) for request in requests)
+        return self._speculation is not None and any(map(self._speculation.wants, requests))
 
     def _accept(
         self, chunks: list[ScheduledChunk], sampled: list[list[SampledToken]]
@@ -374,100 +392,31 @@ class Engine:
         last = {update.request: update.finish for update in updates}
         decoding = [request for request, finish in last.items() if finish is None]
         # A next step that is planned already has no place for drafts.
-        planned = self._overlap.state is not OverlapState.IDLE
+        planned = self.overlap.state is not OverlapState.IDLE
         waits = planned and not self._speculation.drafts_behind
         self._speculation.extend(chunks, output, () if waits else decoding)
         for chunk in chunks:
             if chunk.drafts or self._written_late(chunk.request):
                 self._commit_computed(chunk.request)
 
-    def _end_early(self, updates: list[Update]) -> list[Update]:
-        """Finish requests whose only token is one that a peer has sampled."""
-        for update in updates:
-            if update.finish is not None:
-                self._finish(update.request, update.finish)
-        return updates
-
     def _end(self, updates: list[Update]) -> None:
-        """Finish requests that had their last token; the others get drafts."""
-        frees_slots = False
-        for update in updates:
-            if update.finish is not None:
-                self._finish(update.request, update.finish)
-                frees_slots = self.scheduler.waiting > 0
+        """Finish requests that had their last token, and retract those whose states are wrong; the
+        others get drafts."""
+        ended = self._finish_ended(updates)
+        self._retract(self._ahead.wrong_states)
         speculation = self._speculation
-        if speculation is None or self._overlap.state is OverlapState.LAUNCHED:
+        if speculation is None or self.overlap.state is OverlapState.LAUNCHED:
             return
-        if frees_slots or not self._verify_next(speculation):
+        reads_first = self.oracle is not None or (ended and self.scheduler.waiting > 0)
+        if reads_first or not self._ahead.launch_verify():
             speculation.propose()
 
-    def _verify_next(self, speculation: Speculation) -> bool:
-        """Launch the next step on drafts that the device has yet to compute, if that is possible.
-
-        An oracle may retract requests after every step: nothing is launched ahead of it.
-        """
-        drafts = speculation.take_unread() if self.oracle is None else None
-        if drafts is None or (planned := self.scheduler.plan_verify()) is None:
-            return False
-        self._overlap.plan(planned)
-        if not self._overlap.prepare():
-            self._overlap.forget()
-            return False
-        speculation.before(planned.chunks)
-        self._overlap.launch_drafted(drafts)
-        return True
-
-    def _overlap_next(
-        self, requests: list[Request], sampling: SamplingBatch, output: StepOutput
-    ) -> None:
-        """Plan the next step, prepare it, and launch it where that is possible.
-
-        Prefill joins it only late in the current step, so that prefixes which land meanwhile are in
-        it. An oracle may retract requests after every step: nothing is launched ahead of it.
-        """
-        alone = self.oracle is None
-        if alone and self.scheduler.plans_prefill_ahead and output.wait_until_late():
-            self.cache.land()
-            planned = self.scheduler.plan_mixed()
-        else:
-            planned = self.scheduler.plan_decode()
-        if planned is None:
-            return
-        self._overlap.plan(planned)
-        if self._overlap.prepare() and alone and self.scheduler.may_launch(planned):
-            sampling.keep_logits()
-            output.keep_captured()
-            self._overlap.launch(requests, sampling.tokens)
-
-    def _overlap_verify(
-        self,
-        speculation: Speculation,
-        chunks: list[ScheduledChunk],
-        sampling: SamplingBatch,
-        output: StepOutput,
-    ) -> None:
-        """Draft behind a verify step, and launch the next one of these drafts, before the host has
-        read what was sampled: the device accepts by itself. Only a step of all running requests.
-
-        Running states go back to where acceptance ended before the next step: with such a model the
-        drafts alone are launched, and the host reads what was accepted while they run.
-        """
-        planned = None
-        if speculation.can_draft_behind:
-            planned = self.scheduler.plan_behind(chunks, speculation.wanted_behind)
-        if planned is None or not any(chunk.drafts for chunk in planned.chunks):
-            return
-        step = speculation.unread(chunks, output, sampling.tokens)
-        drafted = speculation.draft_behind(step, planned)
-        if drafted is None or not self.scheduler.launches_ahead:
-            return
-        planned, drafts = drafted
-        output.keep_captured()
-        self._overlap.plan(planned)
-        if self._overlap.prepare():
-            self._overlap.launch_behind(step.sampled, drafts)
-        else:
-            self._overlap.forget()
+    def _finish_ended(self, updates: list[Update]) -> bool:
+        """Finish requests that had their last token; whether there were any."""
+        ended = [(update.request, update.finish) for update in updates if update.finish is not None]
+        for request, finish in ended:
+            self._finish(request, finish)
+        return bool(ended)
 
     def _finish(self, request: Request, finish: Finish) -> None:
         if request.lease is not None and request.lease.loading:
@@ -490,7 +439,3 @@ class Engine:
         """
         limits = ServedLimits(self.vocabulary, self.max_sequence_tokens, self.tokenizer is not None)
         return self._grammars.compiled(check_request(params, limits))
-
-
-def _unnoticed(request: Request) -> None:
-    """Without speculation nothing follows a handoff."""

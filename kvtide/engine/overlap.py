@@ -27,12 +27,20 @@ A step that is not wanted any more is discarded: its slots go back, and the sche
 afresh. A launched step cannot be recalled: the fence before the next launch orders every reuse of
 its slots behind it.
 
-Not every step can be launched ahead: see `Scheduler.may_launch`.
+`drop` discards the row of a request that was launched on another token than was sampled. Where that
+token is in the request's running states, the engine retracts the request.
+
+Which step is planned, and whether it is launched ahead: `launch_ahead`.
+
+Drafts that the device is still computing are no part of this state. They belong to `Speculation`
+and its drafter, because most of them begin while there is no next step, and give a step to plan
+only later.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
 from typing import NamedTuple, Protocol
@@ -102,6 +110,26 @@ class CurrentStep(NamedTuple):
         return sum(chunk.tokens for chunk in self.chunks)
 
 
+@dataclass(slots=True)
+class _NextStep:
+    """What the states hold; a new one, without rows, is IDLE's.
+
+    rows     chunks, each with the lease that its request was planned with
+    moves    `PlannedStep.moves`
+    dropped  requests whose row of the launched step was dropped
+    """
+
+    rows: list[tuple[ScheduledChunk, Lease]] = field(default_factory=list)
+    moves: int = 0
+    prepared: PreparedStep | None = None
+    launched: LaunchedStep | None = None
+    dropped: list[Request] = field(default_factory=list)
+
+    @property
+    def chunks(self) -> list[ScheduledChunk]:
+        return [chunk for chunk, lease in self.rows if chunk.request.lease is lease]
+
+
 class Overlap:
     """See the module."""
 
@@ -109,10 +137,7 @@ class Overlap:
         self._cache = cache
         self._runner = runner
         self._state = OverlapState.IDLE
-        self._rows: list[tuple[ScheduledChunk, Lease]] = []
-        self._prepared: PreparedStep | None = None
-        self._launched: LaunchedStep | None = None
-        self._behind, self._moves = False, 0
+        self._next = _NextStep()
 
     @property
     def state(self) -> OverlapState:
@@ -121,74 +146,81 @@ class Overlap:
     @property
     def chunks(self) -> list[ScheduledChunk]:
         """Those of the next step whose requests still hold the lease they were planned with."""
-        return [chunk for chunk, lease in self._rows if chunk.request.lease is lease]
+        return self._next.chunks
+
+    @property
+    def dropped(self) -> list[Request]:
+        """Requests whose row of the launched step was dropped."""
+        return self._next.dropped
 
     # -- towards the launch -----------------------------------------------------------------
 
     def plan(self, planned: PlannedStep) -> None:
         """These chunks, which have slots, are the next step."""
-        self._rows = [(chunk, chunk.request.held) for chunk in planned.chunks]
-        self._moves = planned.moves
+        rows = [(chunk, chunk.request.held) for chunk in planned.chunks]
         self._become(OverlapState.PLANNED)
+        self._next = _NextStep(rows, planned.moves)
 
     def prepare(self) -> bool:
         """Write the next step's inputs into a CUDA graph; False, and nothing changed, if none
         fits."""
-        self._prepared = self._runner.prepare([chunk for chunk, _ in self._rows], self._moves)
-        if self._prepared is not None:
+        step = self._next
+        prepared = self._runner.prepare([chunk for chunk, _ in step.rows], step.moves)
+        if prepared is not None:
             self._become(OverlapState.PREPARED)
-        return self._prepared is not None
+            step.prepared = prepared
+        return prepared is not None
 
     def launch(self, requests: Sequence[Request], sampled: Tensor) -> None:
         """Launch the next step; `sampled` has a token of each of `requests`, on the device."""
-        assert self._prepared is not None, "only a prepared step is launched"
-        self._cache.fence([lease for _, lease in self._rows])
-        self._launched = self._runner.launch_ahead(self._prepared, requests, sampled)
-        self._become(OverlapState.LAUNCHED)
+        self._launch(lambda step: self._runner.launch_ahead(step, requests, sampled))
 
     def launch_drafted(self, drafts: Tensor) -> None:
         """Launch the next step, a verify step of these drafts on the device."""
-        assert self._prepared is not None, "only a prepared step is launched"
-        self._cache.fence([lease for _, lease in self._rows])
-        self._launched = self._runner.launch_drafted(self._prepared, drafts)
-        self._become(OverlapState.LAUNCHED)
+        self._launch(lambda step: self._runner.launch_drafted(step, drafts))
 
     def launch_behind(self, sampled: UnreadTokens, drafts: Tensor) -> None:
         """Launch the next step, a verify step of these drafts behind what is `sampled`."""
-        assert self._prepared is not None, "only a prepared step is launched"
-        self._cache.fence([lease for _, lease in self._rows])
-        self._launched = self._runner.launch_behind(self._prepared, sampled, drafts)
-        self._behind = True
+        self._launch(lambda step: self._runner.launch_behind(step, sampled, drafts))
+
+    def _launch(self, launch: Callable[[PreparedStep], LaunchedStep]) -> None:
+        step = self._next
         self._become(OverlapState.LAUNCHED)
+        assert step.prepared is not None, "PREPARED comes before"
+        self._cache.fence([lease for _, lease in step.rows])
+        step.launched = launch(step.prepared)
 
     def forget(self) -> None:
         """The next step is scheduled afresh; slots stay taken."""
         self._become(OverlapState.IDLE)
 
-    def drop(self, request: Request) -> None:
-        """Discard a request's row of a launched step: it ran on another token than was sampled."""
+    def drop(self, request: Request) -> bool:
+        """Discard a request's row of a launched step: it ran on another token than was sampled.
+        False, and nothing changed, if no step is launched."""
         if self._state is not OverlapState.LAUNCHED:
-            return
-        self._rows = [row for row in self._rows if row[0].request is not request]
+            return False
+        step = self._next
+        step.rows = [row for row in step.rows if row[0].request is not request]
+        step.dropped.append(request)
+        return True
 
     # -- the current step -------------------------------------------------------------------
 
     def take(self, scheduler: Confirming) -> CurrentStep | None:
         """Make the next step the current one; None, and discard it, if it is not wanted."""
-        prepared, launched, behind = self._prepared, self._launched, self._behind
-        chunks, planned = self.chunks, len(self._rows)
+        step, chunks = self._next, self.chunks
         self._become(OverlapState.IDLE)
-        if launched is not None:
+        if step.launched is not None:
             chunks = [chunk for chunk in chunks if chunk.is_sampled]
-            if behind:  # Accepted tokens have moved them.
+            if step.moves:  # By accepted tokens.
                 chunks = [chunk._replace(end=chunk.request.length) for chunk in chunks]
-            read = partial(self._runner.read_launched, launched, chunks)
+            read = partial(self._runner.read_launched, step.launched, chunks)
             return CurrentStep(chunks, read, launched=True) if chunks else None
         if not chunks or not scheduler.confirms(chunks):
             scheduler.give_back(chunks)
             return None
-        if prepared is not None and len(chunks) == planned:
-            return CurrentStep(chunks, partial(self._launch_prepared, prepared))
+        if step.prepared is not None and len(chunks) == len(step.rows):
+            return CurrentStep(chunks, partial(self._launch_prepared, step.prepared))
         return self.afresh(chunks)
 
     def afresh(self, chunks: list[ScheduledChunk]) -> CurrentStep:
@@ -210,5 +242,5 @@ class Overlap:
         """The one place where the state changes."""
         assert state in _NEXT[self._state], f"{self._state.name} does not become {state.name}"
         if state is OverlapState.IDLE:
-            self._rows, self._prepared, self._launched, self._behind = [], None, None, False
+            self._next = _NextStep()
         self._state = state

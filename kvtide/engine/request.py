@@ -18,7 +18,8 @@ from kvtide.engine.grammar.grammar import Grammar
 from kvtide.engine.grammar.token_matcher import CompiledGrammar, TokenMatcher
 from kvtide.engine.handoff.handoff_source import HandoffSource, HandoffTarget
 from kvtide.engine.handoff.handoff_state import IncomingHandoff
-from kvtide.engine.sampler import GREEDY, SampledToken, SamplingParams
+from kvtide.engine.sampling.sampler import SampledToken
+from kvtide.engine.sampling.sampling_params import GREEDY, SamplingParams
 from kvtide.engine.text import OutputText
 from kvtide.index import DEFAULT_NAMESPACE, Prompt, Stop
 from kvtide.index.keys import highest, pack

@@ -26,7 +26,7 @@ from kvtide.engine.rank_topology import RankTopology
 from kvtide.engine.request import Request
 from kvtide.engine.residency.hot_counts import HotCounts
 from kvtide.engine.residency.hot_residency import HotResidency
-from kvtide.engine.sampler import score
+from kvtide.engine.sampling.sampler import score
 from kvtide.engine.staging import Staging
 from kvtide.layers import Step
 from kvtide.models import Model
@@ -53,6 +53,9 @@ class StepOutput(Protocol):
 
     def span(self, number: int) -> tuple[int, int, int]:
         """A chunk's first row and end row, and the tokens before it."""
+
+    def token_count(self, number: int) -> int:
+        """The tokens of a chunk that were computed."""
 
     def keep_captured(self) -> None:
         """Keep what is captured: a step launched before it is read overwrites the buffer."""
@@ -94,6 +97,9 @@ class HiddenOutput:
         first, end, past = self._spans[number].tolist()
         return first, end, past
 
+    def token_count(self, number: int) -> int:
+        return int(self._spans[number, 1] - self._spans[number, 0])
+
     def keep_captured(self) -> None:
         if self._captured is not None:
             self._captured = self._captured.clone()
@@ -125,6 +131,9 @@ class DecodeOutput:
 
     def span(self, number: int) -> tuple[int, int, int]:
         raise AssertionError("a decode graph gives logits where nothing is captured")
+
+    def token_count(self, number: int) -> int:
+        return 1
 
     def keep_captured(self) -> None:
         """Nothing is captured."""

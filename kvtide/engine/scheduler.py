@@ -44,8 +44,9 @@ class Scheduler:
     retractions    how often a running request was preempted and queued again
     blocked        the first waiting request found no slots; only requests that leave free some
     skips_loading  requests whose prefix is loading take no part in a step if others can run
-    launches_ahead a step may be launched before the host knows its tokens: it is a CUDA graph, and
-                   a token too many leaves no trace in a running state or an open entry
+    launches_ahead a step may be launched before the host knows its tokens: it is a CUDA graph
+    keeps_states   tokens change running states or open entries: those of a token that the device
+                   takes and the host does not would stay wrong
     """
 
     def __init__(
@@ -58,12 +59,11 @@ class Scheduler:
         self.chunk_tokens = chunk_tokens
         self._max_running = min(max_running, chunk_tokens)
         self._states = _anchors_of_states(cache)
-        changing = any(
+        self.keeps_states = any(
             pool.reuse.stride is not None or pool.tail_entries is not None
             for pool in cache.memory.pools
         )
-        self.skips_loading = cuda_graphs
-        self.launches_ahead = cuda_graphs and not changing
+        self.skips_loading = self.launches_ahead = cuda_graphs
         self.blocked = False
         self.on_admitted: Callable[[Request], None] = _unnoticed
 
@@ -347,8 +347,9 @@ class Scheduler:
 
     @property
     def plans_prefill_ahead(self) -> bool:
-        """While a request waits for slots, mixed steps are small and are launched ahead."""
-        return self.blocked and self.launches_ahead
+        """While a request waits for slots, mixed steps are small and are launched ahead: but for
+        states, which are kept where a prefill chunk ends."""
+        return self.blocked and self.launches_ahead and not self.keeps_states
 
     def plan_decode(self) -> PlannedStep | None:
         """The step after the current one, assuming that no request arrives or finishes: one decode
@@ -440,15 +441,20 @@ class Scheduler:
         return PlannedStep(planned, bool(ending), moves) if planned else None
 
     def may_launch(self, planned: PlannedStep) -> bool:
-        """The planned step may be launched before the sampled tokens are known.
+        """The planned step may be launched before the sampled tokens are known. A request that ends
+        leaves nothing of it: the pages that it keeps end before that.
 
         Requests that arrive meanwhile join the step after it. A decode step is not worth that delay
         to a prefix about to land, or to a request that gets the slots of one that ends now. A mixed
         step is planned so late that these are in it.
         """
         frees_slots = planned.frees_slots and self.waiting > 0
-        loading = any(request.held.loading for request in self.running)
-        return self.launches_ahead and (planned.has_prefill or not (frees_slots or loading))
+        delays = frees_slots or any(request.held.loading for request in self.running)
+        return self.launches_ahead and (planned.has_prefill or not delays)
+
+    def may_launch_uncertain(self, planned: PlannedStep) -> bool:
+        """The same where the host may read another token than the device has."""
+        return not self.keeps_states and self.may_launch(planned)
 
     def confirms(self, chunks: list[ScheduledChunk]) -> bool:
         """A planned decode step is what `schedule` would return now."""

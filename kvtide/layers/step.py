@@ -131,7 +131,7 @@ class HotPool:
     marks         (rows, entries of the longest sequence) int32, all -1 between calls
     wanted        (entries of the gather region,) int32, all 0 between calls
     host_rows     of a layer, (host slots, bytes of a page) uint8; pinned if the arena is on CUDA
-    counts        (layers, 2) int64: hits and misses since the start
+    counts        (layers, 3) int64: hits, misses and gathered entries since the start
     """
 
     entries: int

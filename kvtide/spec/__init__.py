@@ -12,14 +12,13 @@
 
 from kvtide.spec.memory import ModelMemory, RankShape, RankSlice, with_draft
 from kvtide.spec.pool import ALL, DType, Encoding, Entry, Field, PoolSpec, Reach, Reuse, SpecError
-from kvtide.spec.tier import EntryMove, PageMove, Slots, Tier
+from kvtide.spec.tier import PageMove, Slots, Tier
 
 __all__ = [
     "ALL",
     "DType",
     "Encoding",
     "Entry",
-    "EntryMove",
     "Field",
     "ModelMemory",
     "PageMove",

@@ -169,6 +169,12 @@ def hot_bytes(memory: ModelMemory, rows: int, longest: int) -> int:
     return sum(shape.bytes for shape in shapes)
 
 
+def hot_slots(pool: PoolSpec, rows: int) -> int:
+    """Entries of a hot pool that the hot buffers of so many requests have, in all layers."""
+    assert pool.hot is not None
+    return rows * pool.hot * len(pool.layers)
+
+
 def hot_queries(pool: PoolSpec) -> int:
     """Tokens of a sequence in one step whose selections surely fit the hot buffer."""
     assert pool.hot is not None and pool.selected is not None

@@ -35,20 +35,3 @@ class PageMove:
     source_slots: Slots
     target_slots: Slots
     sidecar: str | None = None
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class EntryMove:
-    """Copy single entries of one pool, in all its layers, from one tier to another.
-
-    The arrays name a slot and, counted in the order in which a page keeps them, the entry within
-    it; they are equally long.
-    """
-
-    pool: str
-    source: Tier
-    target: Tier
-    source_slots: Slots
-    source_entries: Slots
-    target_slots: Slots
-    target_entries: Slots

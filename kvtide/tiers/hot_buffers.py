@@ -37,7 +37,8 @@ class HotBuffers:
     clock   (1,): counts forward passes
     marks   (rows, entries of the longest sequence): scratch space of a plan, NONE between two
     wanted  (entries of the gathered pages,): likewise, 0 between two
-    counts  (layers, 2): entries that queries selected, found on the device or not
+    counts  (layers, 3): entries that queries selected: found in a hot row, swapped in to one, and
+            gathered
     """
 
     def __init__(
@@ -62,7 +63,7 @@ class HotBuffers:
         self.held, self.used = numbers(*slots_of), numbers(*slots_of)
         self.clock = numbers(1, value=0)
         self.marks, self.wanted = numbers(shape.rows, longest), numbers(longest, value=0)
-        self.counts = torch.zeros(shape.layers, 2, dtype=torch.int64, device=device)
+        self.counts = torch.zeros(shape.layers, 3, dtype=torch.int64, device=device)
 
     @property
     def view(self) -> Mapping[str, torch.Tensor]:

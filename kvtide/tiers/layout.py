@@ -25,10 +25,7 @@ from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
 
-import numpy as np
-import numpy.typing as npt
-
-from kvtide.spec import ModelMemory, PoolSpec, Slots
+from kvtide.spec import ModelMemory, PoolSpec
 
 
 class Layout(Enum):
@@ -152,23 +149,6 @@ def pieces(
             joined.pop()
         joined.append(piece)
     return tuple(joined)
-
-
-def entry_pieces(source: Arrangement, target: Arrangement, pool: PoolSpec) -> tuple[Piece, ...]:
-    """How to copy single entries of a pool: one piece per layer, indexed by `entry_offsets`."""
-    size = pool.entry.bytes
-    return tuple(
-        Piece(source.row(pool, layer).offset, 1, target.row(pool, layer).offset, 1, size)
-        for layer in pool.layers
-    )
-
-
-def entry_offsets(
-    arrangement: Arrangement, pool: PoolSpec, slots: Slots, entries: Slots
-) -> npt.NDArray[np.int64]:
-    """How far entries lie behind the beginning of slot 0; the same in every layer of the pool."""
-    row = arrangement.row(pool, pool.layers[0])
-    return slots.astype(np.int64) * row.stride + entries.astype(np.int64) * pool.entry.bytes
 
 
 def _adjoins(before: Piece, piece: Piece) -> bool:

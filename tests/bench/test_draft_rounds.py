@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kvtide.bench.gpu import draft_rounds, history
-from kvtide.bench.gpu.draft_rounds import NeverResult, RoundLoad, RoundResult
+from kvtide.bench.gpu.draft_rounds import ChosenResult, DeviceGaps, RoundLoad, RoundResult
 from kvtide.bench.gpu.drafted_shapes import (
     DraftedModel,
     DraftedShape,
@@ -23,7 +23,10 @@ from kvtide.engine.speculation import draft_length
 from kvtide.layers.backend.triton_ops import TritonOps
 
 CPU = torch.device("cpu")
-EAGLE3, MTP = (shape.resized(tiny) for shape in (qwen3_8b_eagle3(), deepseek_v4_flash_mtp()))
+EAGLE3, MTP = (
+    replace(drafted, shape=tiny(drafted.shape))
+    for drafted in (qwen3_8b_eagle3(), deepseek_v4_flash_mtp())
+)
 FEW = RoundLoad(2, 128, 1.25, steps=4, blocks=2)
 
 
@@ -76,6 +79,7 @@ def test_no_draft_is_accepted_and_then_all_are(shape: DraftedShape) -> None:
     for found in (none, every):
         assert found.decode_s > 0 and found.round_s > 0
         assert all(found.phases_s[part] > 0 for part in ("verify", "extend", "propose"))
+        assert found.wait_s is None, "without graphs nothing is drafted ahead"
     assert notes[-1] == "batch 2: drafts are accepted now"
 
 
@@ -85,17 +89,43 @@ def test_an_engine_that_finds_its_drafts_useless_tries_few(monkeypatch: pytest.M
         monkeypatch.setattr(module, "TRIAL_TOKENS", 8)
     monkeypatch.setattr(draft_length, "HOPE", 0.1)
     load = replace(FEW, steps=16)
-    found = draft_rounds.never(built(EAGLE3), ("m", "d"), CPU, load, quiet)
+    found = draft_rounds.chosen(built(EAGLE3), ("m", "d"), CPU, load, 0.0, quiet)
     assert found.drafts == pytest.approx(1 / 8) and found.goal == 0.9
     assert found.ratio == pytest.approx(found.on_tokens_s / found.off_tokens_s, rel=0.5)
+
+
+@pytest.mark.full
+def test_drafts_are_accepted_with_the_chance(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(draft_length, "HOPE", 1.0)
+    monkeypatch.setattr(draft_length, "EWMA_DECAY", 1.0)
+    for module in (draft_length, draft_rounds):
+        monkeypatch.setattr(module, "TRIAL_TOKENS", 8)
+    load = replace(FEW, steps=40)
+    found = draft_rounds.chosen(built(EAGLE3), ("m", "d"), CPU, load, 0.5, quiet)
+    assert found.drafts == pytest.approx(3.0) and found.goal == 0.95
+    assert found.accepted == pytest.approx(0.5 + 0.25 + 0.125, rel=0.2)
+
+
+def test_a_gap_ends_with_the_step_behind_the_drafts() -> None:
+    gaps = DeviceGaps(CPU)
+    with gaps.timed(held=True) as found:
+        gaps.end()  # Of a gap that began before.
+        gaps.begin()
+        gaps.end()
+        gaps.begin()
+        gaps.forget()  # Another step follows.
+        gaps.end()
+        assert found == []
+    assert len(found) == 1 and found[0] >= 0
 
 
 def test_goals_are_bounds_of_ratios() -> None:
     found = RoundResult("m", "d", 1, 2, "no", 1.0, 1.25, 1.25, 1.25, 3.0, 1.0, {})
     assert found.reached and not replace(found, ratio=1.26).reached
     assert replace(found, goal=None).reached is None
-    speed = NeverResult("m", "d", 1, 2, 9.0, 10.0, 0.9, 0.0)
+    speed = ChosenResult("m", "d", 1, 2, 0.0, 9.0, 10.0, 0.9, 0.0)
     assert speed.reached and not replace(speed, ratio=0.89).reached
+    assert not replace(speed, chance=0.5).reached
 
 
 @pytest.mark.full
@@ -106,11 +136,12 @@ def test_rounds_run_as_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvtide.engine.graphs.step_graphs.MIXED_TOKENS", (8, 16))
     monkeypatch.setattr("kvtide.engine.graphs.step_graphs.TOKENS_PER_PREFILL", 4)
     load = RoundLoad(1, 64, 1.25, steps=1, blocks=1, draft_tokens=2)
-    few = EAGLE3.resized(_three_layers)
+    few = replace(EAGLE3, shape=_three_layers(EAGLE3.shape))
     with draft_rounds.pair(built(few), CPU, load, quiet, fixed=True) as both:
         assert len(both.blocks(1, 1)) == 1
         assert "eager" not in both.off.steps_by_kind
         assert both.counts()[1] > 0
+        assert (waits := both.wait_s(3)) is not None and waits >= 0
 
 
 # -- the command --------------------------------------------------------------------------------
@@ -125,7 +156,7 @@ def test_the_command_shows_all_cases(
         monkeypatch.setattr(module, "TRIAL_TOKENS", 4)
     cases = [
         bench_speculate.ShapeCase("rounds", EAGLE3.name, (FEW,)),
-        bench_speculate.ShapeCase("never-8b", EAGLE3.name, (FEW,), counts_tokens=True),
+        bench_speculate.ShapeCase("never-8b", EAGLE3.name, (FEW,), chance=0.0),
         bench_speculate.ShapeCase("rounds-v4", EAGLE3.name, (replace(FEW, context=100),)),
     ]
     failed: list[str] = []
@@ -144,7 +175,10 @@ def test_shapes_of_the_issue_are_measured_at_its_sizes() -> None:
     wanted = {
         "rounds": [(1, 2048, 1.25), (64, 2048, 1.5)],
         "never-8b": [(64, 2048, 0.0)],
+        "half-8b": [(1, 2048, 0.0), (64, 2048, 0.0)],
         "rounds-v4": [(1, 64_512, 1.4), (64, 64_512, 1.6)],
+        "never-v4": [(64, 64_512, 0.0)],
+        "half-v4": [(1, 64_512, 0.0), (64, 64_512, 0.0)],
     }
     for name, case in bench_speculate.SHAPE_CASES.items():
         assert [(each.batch, each.context, each.goal) for each in case.loads] == wanted[name]

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
+from tempfile import NamedTemporaryFile
 from xml.etree import ElementTree
 
 import pytest
+import tokenizers
 import torch
+from tokenizers.pre_tokenizers import ByteLevel
 
 from kvtide.bench.gpu import (
     ceilings,
@@ -23,7 +27,8 @@ from kvtide.bench.gpu.engine_bed import Bed, alternating
 from kvtide.bench.gpu.shapes import RandomWeights, deepseek_v4_flash, qwen3_8b, tiny
 from kvtide.cache import TieredCache
 from kvtide.engine import Engine, Request, RequestParams, SamplingParams, scheduler
-from kvtide.engine.sampler import GREEDY
+from kvtide.engine.sampling.sampling_params import GREEDY
+from kvtide.models.tokenizer import Tokenizer, read_tokenizer
 
 CPU = torch.device("cpu")
 BEST = ceilings.Ceilings(flops=1e12, bytes_s=1e10, link_bytes_s=1e9)
@@ -121,7 +126,10 @@ def test_the_same_load_is_served_with_a_host_and_without(monkeypatch: pytest.Mon
     assert overheads.OverheadResult("x", on_s=2.0, off_s=1.0).relative_speed == 0.5
 
 
-def test_half_of_a_batch_is_constrained_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("learned", [False, pytest.param(True, marks=pytest.mark.full)])
+def test_half_of_a_batch_is_constrained_in_turn(
+    monkeypatch: pytest.MonkeyPatch, learned: bool
+) -> None:
     asked: list[bool] = []
     finished: list[Request] = []
     submit = Engine.submit
@@ -132,16 +140,30 @@ def test_half_of_a_batch_is_constrained_in_turn(monkeypatch: pytest.MonkeyPatch)
         return finished[-1]
 
     monkeypatch.setattr(Engine, "submit", noted)
-    found = constrained.measure(bed("qwen3-8b"), 4, 32, 12, rounds=1)
+    words = constrained.made_up_tokenizer(SHAPES["qwen3-8b"].config["vocab_size"])
+    if learned:
+        words = _tokenizer_of_bytes()
+    model = replace(bed("qwen3-8b"), tokenizer=words if learned else None)
+    found = constrained.measure(model, 4, 32, 12, rounds=1)
     assert found.relative_speed > 0 and found.on_s > found.masks_s > 0
+    assert found.what.endswith("256 learned tokens" if learned else "made-up tokens")
     half = [True] * 2 + [False] * 2
     assert asked == [*half, *[False] * 4] * 2  # Once to warm up.
-    words = constrained.made_up_tokenizer(SHAPES["qwen3-8b"].config["vocab_size"])
     for request in finished:
         text = words.decode([one.token for one in request.output])
         assert len(request.output) > 12 and text.startswith('{"name":"') == (
             request.params.grammar is not None
         )
+
+
+def _tokenizer_of_bytes() -> Tokenizer:
+    alphabet = {letter: byte for byte, letter in enumerate(sorted(ByteLevel.alphabet()))}
+    core = tokenizers.Tokenizer(tokenizers.models.BPE(alphabet, []))
+    core.decoder = tokenizers.decoders.ByteLevel()
+    with NamedTemporaryFile("w", suffix=".json") as file:
+        file.write(core.to_str())
+        file.flush()
+        return read_tokenizer({"tokenizer.json": Path(file.name)}, {})
 
 
 def test_sampling_and_greedy_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,6 +228,15 @@ def test_the_chart_has_a_bar_for_every_tier() -> None:
     bars = picture.findall("{http://www.w3.org/2000/svg}rect")[1:]
     widths = [float(bar.attrib["width"]) for bar in bars]
     assert len(widths) == 3 and widths[0] == pytest.approx(3 * widths[1], rel=1e-2)
+
+
+def test_labels_of_the_chart_end_within_it() -> None:
+    group = ("a", {"all, 16 at once": 3301.0, "hot, own choices": 128_197.0})
+    picture = ElementTree.fromstring(plot.draw("speed", [group], "tokens/s"))
+    for label in picture.findall("{http://www.w3.org/2000/svg}text"):
+        x, width = float(label.attrib["x"]), 7 * len(label.text or "")
+        first = x - width if label.attrib["text-anchor"] == "end" else x
+        assert first >= 0 and first + width <= 720, label.text
 
 
 def test_every_colour_of_the_chart_has_a_light_and_a_dark_value() -> None:

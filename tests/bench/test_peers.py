@@ -16,7 +16,7 @@ from kvtide.bench.store_speed import MemoryBlocks, StoreCase
 from kvtide.planner import workloads
 
 PEERS = Path(__file__).parents[2] / "bench" / "peers"
-COMMANDS = ("run", "index", "index_memory", "hit_rate", "file_store")
+COMMANDS = ("run", "index", "index_memory", "hit_rate", "file_store", "vllm_cpu")
 
 
 @pytest.fixture

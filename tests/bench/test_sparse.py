@@ -12,7 +12,7 @@ import torch
 from kvtide.bench.gpu import row_reads, sparse_residency
 from kvtide.bench.gpu.driven_choices import DrivenChoices
 from kvtide.bench.gpu.shapes import Shape, deepseek_v4_flash, deepseek_v32, tiny
-from kvtide.bench.gpu.sparse_residency import DecodeLoad, SparseShape
+from kvtide.bench.gpu.sparse_residency import DecodeLoad, SparseShape, StepResult, SumResult
 from kvtide.cli.bench import bench_sparse
 from kvtide.cli.main import main
 from kvtide.layers import ForwardPass, Rows, Step
@@ -82,8 +82,8 @@ def test_rows_are_read_by_swap_ins_of_which_all_miss() -> None:
         bed = row_reads.RowBed(584, 2, 16, 512, CPU, host)
         choices = bed.choices(row_reads.ROUNDS)
         assert bed.swap_s(choices) > 0
-        hits, misses = bed.buffers.counts[0].tolist()
-        assert hits == 0 and misses % (2 * 16 * row_reads.ROUNDS) == 0 < misses
+        hits, misses, gathered = bed.buffers.counts[0].tolist()
+        assert hits == gathered == 0 and misses % (2 * 16 * row_reads.ROUNDS) == 0 < misses
         bed.swap_s([choices[-1]] * 2)
         assert bed.buffers.counts[0, 1] == misses, "all that is chosen again is hot"
 
@@ -100,18 +100,49 @@ def test_a_driven_step_has_the_hit_rate_of_its_overlap() -> None:
     assert never.missing_bytes == pytest.approx(never.layer_misses * 4 * entry)
 
 
+def test_the_speed_of_served_rows_is_their_bytes_over_the_time_that_they_add() -> None:
+    hot = StepResult("hot:16", 2, 0.9, 0.012, 0.9, 10.0, missing_bytes=4e7)
+    both = SumResult(hot, 0.010, 2e10)
+    assert both.served_bytes_s == pytest.approx(2e10) and both.read_s == pytest.approx(0.002)
+    assert both.of_larger == pytest.approx(1.2) and both.of_sum == pytest.approx(1.0)
+    assert {"served_bytes_s", "of_sum"} <= both.as_json().keys()
+    assert SumResult(hot, 0.012, 2e10).served_bytes_s is None, "rows add no time"
+
+
+@pytest.mark.full
+def test_prefill_and_first_token_say_what_they_read() -> None:
+    shape = SparseShape(tiny(deepseek_v32()), 16, "tiny", None)
+    hot, resident = (shape.bed(CPU, torch.float32, hot=each) for each in (True, False))
+    pool = hot.model.memory.pool("kv")
+    row_bytes = pool.entry.bytes * len(pool.layers)
+    reads = sparse_residency.prefill(hot, resident, 128, 1, 64).reads
+    assert reads.hit_rate is None and reads.missing_bytes == 0
+    assert 0 < reads.gathered_bytes <= 64 * row_bytes, "of the first chunk"
+    topk = pool.selected or 0
+    for new_tokens in (1, 5):
+        read = sparse_residency.first_token(hot, 128, new_tokens, 1).reads
+        few = new_tokens <= 16 // topk
+        assert (read.missing_bytes > 0, read.gathered_bytes > 0) == (few, not few)
+        assert (read.hit_rate is not None) == few
+    found = sparse_residency.first_token(resident, 128, 1, 1)
+    assert found.reads == sparse_residency.HotReads()
+    assert found.device_s > 0 and found.loaded_bytes > 0
+
+
 @pytest.mark.full
 def test_every_part_has_its_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found, chart = tmp_path / "found.json", tmp_path / "chart.svg"
-    only = ["--only", "rows,single,decode,sum,ttft"]
+    only = ["--only", "rows,single,decode,sum,prefill,ttft", "--prompt-tokens", "128,192"]
     args = ["bench", "sparse", "--device", "cpu", "--tiny", "--json", str(found)]
     assert main([*args, "--plot", str(chart), *only]) == 0, capsys.readouterr().out
     numbers = json.loads(found.read_text())
     assert {name: len(rows) for name, rows in numbers.items()} == {
-        "rows": 2, "single": 4, "decode": 4, "sum": 4, "ttft": 2, "failed": 0,
+        "rows": 2, "single": 4, "decode": 4, "sum": 4, "prefill": 2, "ttft": 2, "failed": 0,
     }  # fmt: skip
     everything, hot = numbers["ttft"]
     assert 0 < hot["loaded_bytes"] < everything["loaded_bytes"]
+    assert [found["tokens"] for found in numbers["prefill"]] == [128, 192]
+    assert "prefers-color-scheme: dark" in chart.read_text()
     assert ElementTree.parse(chart).getroot().tag.endswith("svg")
 
 
@@ -131,7 +162,9 @@ def test_what_fails_is_named_and_the_rest_runs(
 
 
 @pytest.mark.parametrize(
-    "args", [["--only", "speed"], ["--device", "cpu"]], ids=["unknown part", "full size on a CPU"]
+    "args",
+    [["--only", "speed"], ["--device", "cpu"], ["--device", "cpu", "--tiny", "--prompt-tokens=9k"]],
+    ids=["unknown part", "full size on a CPU", "no number"],
 )
 def test_refused(args: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "sparse", *args]) == 2

@@ -74,8 +74,34 @@ def test_the_command_measures_and_leaves_nothing(urls, tmp_path, capsys):
         found = json.loads(file.read_text())
         assert {row["way"] for row in found["cases"]} == {"read", "write"}
         assert all(row["gb_s"] > 0 for row in found["cases"])
+        assert "pages of one shape" in printed
+        whole, half = found["shapes"]
+        assert whole["prompt_pages"] == whole["stored_pages"] == half["prompt_pages"] // 2
+        assert all(row["ratio"] > 0 for row in found["shapes"])
     with closing(open_store(urls["redis"], new_space())) as store:
         assert "the database holds 0 keys of all users" in store.status().notes
+
+
+class Asked(MemoryStore):
+    """Counts the keys it is asked for, by call."""
+
+    def __init__(self, url, space):
+        super().__init__(url, space)
+        self.asked = []
+
+    def exists(self, keys):
+        self.asked.append(len(keys))
+        return super().exists(keys)
+
+
+def test_pages_of_the_same_shape_are_asked_for_once_and_other_shapes_by_one_short_call():
+    store = Asked(StoreURL.parse("memory:"), space := new_space())
+    costs = store_speed.shape_costs(store, space, "qwen3-8b", 20 << 20, 1, _no_progress)
+    assert [(cost.prompt_pages, cost.stored_pages) for cost in costs] == [(2, 2), (4, 2)]
+    of_write, *asked = store.asked
+    assert (of_write, asked[:4]) == (2, [2] * 4)
+    assert asked.count(4) == 4 and len(asked) == 10
+    assert all(count <= 31 for count in asked[4:])
 
 
 def test_opening_is_measured_in_a_new_process(urls, capsys):

@@ -12,7 +12,7 @@ from kvtide.cache import CacheConfig, TieredCache, Tokens
 from kvtide.engine import Request, RequestParams
 from kvtide.engine.chunks import ScheduledChunk
 from kvtide.engine.overlap import Overlap
-from kvtide.engine.sampler import SampledToken
+from kvtide.engine.sampling.sampler import SampledToken
 from kvtide.engine.scheduler import Scheduler
 from kvtide.spec import ALL, ModelMemory
 from tests.cache.building import text
@@ -115,6 +115,10 @@ class Desk:
     @property
     def may_launch(self) -> bool:
         return self.planned is not None and self.scheduler.may_launch(self.planned)
+
+    @property
+    def may_launch_uncertain(self) -> bool:
+        return self.planned is not None and self.scheduler.may_launch_uncertain(self.planned)
 
     def launch(self) -> None:
         """Launch what is planned, ahead of the tokens."""

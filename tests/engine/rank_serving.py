@@ -39,8 +39,7 @@ from kvtide.testing.faults import FaultyBackend
 from kvtide.testing.faulty_store import Draw, Fault, FaultyStore
 from kvtide.transfer.copier import Copier
 from kvtide.transfer.lane import Lane
-from kvtide.transfer.reference import Reference
-from kvtide.transfer.strided import Way
+from kvtide.transfer.strided import Reference, Way
 from kvtide.transfer.timeline import HostTimeline
 from tests import worlds
 from tests.models.playing import Player
@@ -342,16 +341,16 @@ def a_rank_whose_store_fails_misleads_no_other(grid: Grid, name: str) -> None:
     faults = (Fault.RAISE, Fault.SLOW, Fault.MISSING, Fault.FLIP, Fault.BLOCK)
     draw = Draw(3, 0.5 if grid.odd_one else 0.0, faults)
     store = FaultyStore(open_store(url, stand.cache.storage.space), draw, slow_s=0.3)
-    share, draw.share = draw.share, 0.0
+    fraction, draw.fraction = draw.fraction, 0.0
     stand.cache.storage.attach(store)
-    draw.share = share
+    draw.fraction = fraction
     for half in (slice(0, 6), slice(6, 12)):
         served = stand.serve(conversations()[half], before=store.release)
         compare(grid, served, grid.expected["answers", name][half])
         stand.cache.flush(Tier.DEVICE)
         stand.cache.flush(Tier.HOST)
     assert not grid.odd_one or store.met
-    draw.share = 0.0
+    draw.fraction = 0.0
     store.release()
     stand.end()
 

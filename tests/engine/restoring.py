@@ -124,6 +124,10 @@ HOT = (
 """Families whose selected pools live on the host, with few entries of running requests on the
 device. They are tried like VARIANTS."""
 
+INTERRUPTED = (Family("deepseek_v32"),)
+"""Further ones with all turns: of latents with an indexer only the keys are loaded if they are hot,
+so that little is there to interrupt."""
+
 FAMILIES = (*FORMS, *VARIANTS, *ALIKE)
 NAMES = tuple(family.name for family in (*FORMS, *VARIANTS))
 ALL_NAMES = tuple(family.name for family in FAMILIES)
@@ -244,7 +248,7 @@ def script(family: str) -> tuple[tuple[Turn, ...], ...]:
 
 def _script(family: str) -> tuple[tuple[Turn, ...], ...]:
     rng = random.Random(7)
-    long = (*FORMS, *(VARIANTS if everything() else VARIANTS[:1]))
+    long = (*FORMS, *((*VARIANTS, *INTERRUPTED) if everything() else VARIANTS[:1]))
     prompts = [
         root + text(rng, 13) for root in (text(rng, n) for n in ROOTS) for _ in range(BRANCHES)
     ]

@@ -20,7 +20,7 @@ NAMES = (
 )
 
 
-@pytest.mark.quick(name=["deepseek_v4"])
+@pytest.mark.quick(name=["falcon_h1"])
 @pytest.mark.parametrize("name", NAMES)
 def test_steps_of_any_kind_ask_for_nothing_that_was_not_compiled_at_the_start(name: str) -> None:
     env = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}

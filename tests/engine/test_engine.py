@@ -33,10 +33,10 @@ from kvtide.engine import (
     RequestState,
     SamplingParams,
     Update,
-    sampler,
 )
 from kvtide.engine.graphs import step_graphs
 from kvtide.engine.overlap import OverlapState
+from kvtide.engine.sampling import sampler
 from kvtide.engine.scheduler import Scheduler
 from kvtide.engine.speculation.drafter import Drafter
 from kvtide.layers import Rows as Sequenced
@@ -47,8 +47,7 @@ from kvtide.testing.faults import FaultyBackend
 from kvtide.tiers import Arrangement, Buffers, Layout
 from kvtide.transfer.copier import Copier
 from kvtide.transfer.lane import Lane
-from kvtide.transfer.reference import Reference
-from kvtide.transfer.strided import Way
+from kvtide.transfer.strided import Reference, Way
 from kvtide.transfer.timeline import HostTimeline
 from tests.cache.building import POISON, TIERS, PoisonedSlots, Rows
 
@@ -63,17 +62,17 @@ MEMORY = ModelMemory(
 )
 
 
-def said_after(tokens: Sequence[int]) -> int:
+def reply_after(tokens: Sequence[int]) -> int:
     layers = sum(layer + 1 for layer in range(LAYERS))
     return layers * sum((at + 1) * token for at, token in enumerate(tokens)) % VOCABULARY
 
 
 def answer_to(tokens: Sequence[int], count: int) -> list[int]:
     """What the model says, by arithmetic."""
-    said = list(tokens)
+    replied = list(tokens)
     for _ in range(count):
-        said.append(said_after(said))
-    return said[len(tokens) :]
+        replied.append(reply_after(replied))
+    return replied[len(tokens) :]
 
 
 def words(number: int, count: int) -> tuple[int, ...]:
@@ -104,7 +103,7 @@ class Sums:
     def forward(
         self, step: Step, before: Tensor | None = None, captured: CapturedStates | None = None
     ) -> Tensor:
-        sequences = step.sequences or _needed(step)
+        sequences = step.sequences or needed(step)
         assert not (self.tried and self.captured and step.sequences), "computed as it came"
         spans = [range(rows.past, rows.total) for rows in sequences]
         self.steps.append(Seen(sum(map(len, spans)), spans))
@@ -134,7 +133,7 @@ class Sums:
         return -((torch.arange(VOCABULARY) - hidden) % VOCABULARY).float()
 
 
-def _needed(step: Step) -> list[Sequenced]:
+def needed(step: Step) -> list[Sequenced]:
     """Those sequences of a captured step that a request needs."""
     assert step.batch is not None
     rows, tables = step.batch.rows.tolist(), step.batch.slots["kv"].long()
@@ -194,7 +193,7 @@ class Stand:
 
     def let_by(self) -> None:
         """A new request is part of the step after the one that is launched, if one is."""
-        if self.engine.overlap_state is OverlapState.LAUNCHED:
+        if self.engine.overlap.state is OverlapState.LAUNCHED:
             assert self.step() != []
 
     def finish(self, steps: int = 200) -> None:
@@ -247,8 +246,8 @@ def _buffers(pages: int) -> Buffers:
 
 def right(request: Request) -> bool:
     """Whether the answer so far is what the model has to say."""
-    said = [sampled.token for sampled in request.output]
-    return said == answer_to(request.params.tokens, len(said))
+    replied = [sampled.token for sampled in request.output]
+    return replied == answer_to(request.params.tokens, len(replied))
 
 
 def complete(*requests: Request) -> bool:
@@ -343,8 +342,8 @@ def test_requests_end_at_their_length(stand):
 
 def test_a_stop_id_ends_the_answer_and_is_part_of_it(stand):
     at = stand()
-    said = answer_to(words(1, 9), 8)
-    stop = next(token for token in said[2:] if token not in said[:2])
+    replied = answer_to(words(1, 9), 8)
+    stop = next(token for token in replied[2:] if token not in replied[:2])
     request = at.ask(words(1, 9), 8, stop_ids=frozenset({stop, 96 if stop != 96 else 95}))
     assert request.finish is Finish.STOP and right(request)
     assert request.output[-1].token == stop and len(request.output) < 8
@@ -674,10 +673,10 @@ def test_a_prefix_on_its_way_keeps_no_other_request_waiting(stand, monkeypatch):
     others = [at.submit(words(n, 5), 12) for n in (2, 3)]
     at.step()
     late = at.submit(words(1, 20), 2)
-    for said in range(2, 10):
+    for count in range(2, 10):
         at.step()
         assert late.held.loading and not late.output
-        assert all(len(request.output) == said for request in others)
+        assert all(len(request.output) == count for request in others)
     gate.set()
     at.finish()
     assert complete(late, *others) and late.by_tier[Tier.HOST] > 0
@@ -819,9 +818,9 @@ def test_no_step_is_planned_ahead_of_a_prefix_that_has_not_landed(stand, monkeyp
         for _ in range(2):
             at.step()
             assert request.held.loading and request.output
-            assert at.engine.overlap_state is OverlapState.IDLE
+            assert at.engine.overlap.state is OverlapState.IDLE
     at.step()
-    assert not request.held.loading and at.engine.overlap_state is not OverlapState.IDLE
+    assert not request.held.loading and at.engine.overlap.state is not OverlapState.IDLE
     at.finish()
     assert complete(request)
 
@@ -836,9 +835,9 @@ def test_a_step_that_broke_off_leaves_nothing_to_be_replayed(stand, monkeypatch,
         patch.setattr(at.engine, where, lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             at.step()
-    said = list(request.output)
+    replied = list(request.output)
     at.step()
-    assert request.output == said, "the token that was not sampled is not there"
+    assert request.output == replied, "the token that was not sampled is not there"
     assert request.computed == request.length
     at.engine.abort(request)
 
@@ -884,9 +883,9 @@ def test_a_request_that_loads_is_left_out_of_the_plan_ahead(stand, monkeypatch):
         for _ in range(3):
             at.step()
             assert late.held.loading and not late.output
-            assert [chunk.request for chunk in at.engine._overlap.chunks] == [first]
+            assert [chunk.request for chunk in at.engine.overlap.chunks] == [first]
             prepared = OverlapState.PREPARED if at.model.captured else OverlapState.PLANNED
-            assert at.engine.overlap_state is prepared, "launched, it would delay the prefix"
+            assert at.engine.overlap.state is prepared, "launched, it would delay the prefix"
     while not all(transfer.ticket.done() for transfer in late.held.transfers):
         time.sleep(0.001)
     at.step()
@@ -932,16 +931,16 @@ def test_a_token_that_takes_a_second_look_is_not_taken_for_another(stand, monkey
 
     monkeypatch.setattr(sampler.SamplingBatch, "read", noting)
     at, other = stand(), Stand()
-    said = []
+    replied = []
     for each in (at, other):
         requests = [
             each.submit(words(n, 9), 12, sampling=SamplingParams(20.0 * n, top_p=0.95, seed=n))
             for n in range(4)
         ]
         each.finish()
-        said.append([[sampled.token for sampled in request.output] for request in requests])
+        replied.append([[sampled.token for sampled in request.output] for request in requests])
     other.end()
-    assert said[0] == said[1] and len(resampled) > 20
+    assert replied[0] == replied[1] and len(resampled) > 20
 
 
 def test_a_prepared_step_is_not_launched_for_others(stand):

@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 import torch
 
 from kvtide.cache import CacheConfig, TieredCache, Tokens
 from kvtide.engine import Engine, RequestParams
+from kvtide.engine.graphs.graph_capture import Wait
+from kvtide.engine.graphs.graph_inputs import GraphKind, GraphSize
+from kvtide.engine.graphs.step_graphs import StepGraph
+from kvtide.engine.residency import hot_residency
+from kvtide.engine.residency.hot_residency import hot_tables
 from kvtide.layers.backend.triton_ops import TritonOps
 from kvtide.models import build
 from kvtide.models.model import Decoder
+from kvtide.spec import Tier
 from kvtide.spec.families import KVDType
 from kvtide.spec.residency import ALL_RESIDENT, Residency
 from tests.engine.restoring import PAGE, SAMPLING, alone, check_hot_row, text
-from tests.engine.torch_graphs import use_torch_graphs
+from tests.engine.torch_graphs import SIZES, use_torch_graphs
 from tests.models.tiny import checkpoint, ours
 
 CLOSE = 1e-4
@@ -60,7 +67,51 @@ def test_replayed_steps_answer_as_eager_ones_of_resident_pools(
     assert cache.drain(10) and cache.index.hot_rows[0] == 0 and cache.close()
 
 
-@pytest.mark.quick(model=["deepseek_v32"])
+@pytest.mark.parametrize("reads_hot_row", [True, False], ids=["hot row", "gathered"])
+def test_a_few_tokens_after_a_loading_prefix_take_the_smallest_graph(
+    reads_hot_row: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No drafts, so no verify graphs. Top-k of two queries fits the larger hot row."""
+    model, rng = "deepseek_v32", random.Random(4)
+    root = text(rng, 5 * PAGE)
+    hot = ours(model, deterministic=True, resident=Residency(48 if reads_hot_row else 24))
+    assert isinstance(hot, Decoder)
+    use_torch_graphs(monkeypatch, hot)
+    sizes: list[GraphSize] = []
+    replay = StepGraph._replay
+
+    def noted(self: StepGraph, wait: Wait) -> torch.Tensor:
+        sizes.append(self._size)
+        return replay(self, wait)
+
+    def hot_row_or_gathered(*given: Any) -> Any:
+        tables = hot_tables(*given)
+        gathered.append(int(tables["kv"][0]) >= buffers.shape.first_gathered)
+        return tables
+
+    gathered: list[bool] = []
+    monkeypatch.setattr(StepGraph, "_replay", noted)
+    monkeypatch.setattr(hot_residency, "hot_tables", hot_row_or_gathered)
+    config = CacheConfig(Tokens(256), Tokens(512), tokens_per_checkpoint=PAGE, hot_rows=3)
+    cache = TieredCache(hot.memory, config)
+    engine = Engine(hot, cache, chunk_tokens=128, max_running=3, cuda_graphs=True)
+    (buffers,) = cache.hardware.hot.values()
+    for prompt in (root, root[: 4 * PAGE] + text(rng, 2)):
+        assert cache.drain(10)
+        cache.flush(Tier.DEVICE)
+        sizes.clear()
+        request = engine.submit(RequestParams(prompt, 1, SAMPLING))
+        while not engine.idle:
+            engine.step()
+        assert tuple(request.output) == alone(model, prompt, 1)
+    assert request.by_tier == {Tier.HOST: 4 * PAGE}
+    (size,) = sizes
+    assert (size.kind, size.tokens, size.longest) == (GraphKind.MIXED, SIZES[0], SIZES[0])
+    assert gathered[-1] is not reads_hot_row
+    assert cache.drain(10) and cache.validate() == [] and cache.close()
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("model", ["deepseek_v32", "glm_moe_dsa-shared", "deepseek_v4"])
 def test_kernels_in_a_graph_answer_as_the_reference_of_resident_pools(
     model: str, monkeypatch: pytest.MonkeyPatch

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvtide.cache import CacheConfig, TieredCache, Tokens
+from kvtide.cache import CacheConfig, Layout, TieredCache, Tokens
 from kvtide.engine import Engine, Request, RequestParams
 from kvtide.engine.oracle import Oracle, bounds_of
 from kvtide.engine.speculation.ngram import NgramDrafter
@@ -31,6 +31,8 @@ from tests.models.tiny import build, checkpoint
 NAMES = ("deepseek_v32", "glm_moe_dsa-shared", "deepseek_v4")
 TOP_K = {"deepseek_v32": 24, "glm_moe_dsa-shared": 24, "deepseek_v4": 6}
 ANSWER = 40
+KINDS = pytest.mark.parametrize("kv", [KVDType.BF16, KVDType.FP8], ids=["bf16", "fp8"])
+"""Of packing."""
 
 
 @pytest.fixture(autouse=True)
@@ -63,13 +65,18 @@ def model_of(
 
 @contextmanager
 def engine_of(
-    model: Model, device_tokens: int = 4096, host_tokens: int = 16_384, **options: object
+    model: Model,
+    device_tokens: int = 4096,
+    host_tokens: int = 16_384,
+    host_layout: Layout = Layout.PAGE_FIRST_DIRECT,
+    **options: object,
 ) -> Iterator[Engine]:
     config = CacheConfig(
         Tokens(device_tokens),
         host_size=Tokens(host_tokens),
         device="cuda",
         hot_rows=8,
+        host_layout=host_layout,
         tokens_per_checkpoint=64,
     )
     cache = TieredCache(model.memory, config)
@@ -82,7 +89,7 @@ def engine_of(
         cache.close()
 
 
-@pytest.mark.parametrize("kv", [KVDType.BF16, KVDType.FP8], ids=["bf16", "fp8"])
+@KINDS
 @pytest.mark.parametrize("name", NAMES)
 def test_answers_are_those_of_resident_pages(name: str, kv: KVDType, device: torch.device) -> None:
     rng = random.Random(name)
@@ -126,8 +133,29 @@ def test_a_long_answer_in_a_long_context_is_equal_throughout(
     assert not unlike, unlike[:4]
 
 
+@pytest.mark.parametrize("layout", [Layout.LAYER_FIRST, Layout.PAGE_FIRST])
+@pytest.mark.parametrize("name", ["deepseek_v32", "deepseek_v4"])
+def test_other_layouts_of_the_host_change_no_bit(
+    name: str, layout: Layout, device: torch.device
+) -> None:
+    """A long prompt is gathered, and what follows its prefix on the host is swapped in."""
+    prompt = text(random.Random(name), 600)
+    asks = [RequestParams(prompt[:length], 8) for length in (580, 600)]
+    answers: list[list[Request]] = []
+    for where in (Layout.PAGE_FIRST_DIRECT, layout):
+        model = model_of(name, device, Residency(TOP_K[name] + 1), KVDType.FP8)
+        with engine_of(model, host_layout=where) as engine:
+            answers.append(one_by_one(engine, asks))
+            assert engine.cache.validate() == []
+            counts = sum(each.counts.sum(0) for each in engine.cache.hardware.hot.values())
+            assert bool((counts > 0).all()), counts.tolist()
+    for usual, other in zip(*answers, strict=True):
+        assert usual.output == other.output
+
+
+@KINDS
 @pytest.mark.parametrize("name", NAMES)
-def test_batches_answer_as_resident_ones(name: str, device: torch.device) -> None:
+def test_batches_answer_as_resident_ones(name: str, kv: KVDType, device: torch.device) -> None:
     """More requests than rows, prefixes in common, one long sequence beside short ones."""
     rng = random.Random(name)
     root = text(rng, 200)
@@ -137,7 +165,7 @@ def test_batches_answer_as_resident_ones(name: str, device: torch.device) -> Non
     ]
     answers: list[list[Request]] = []
     for resident in (ALL_RESIDENT, Residency(4 * TOP_K[name])):
-        with engine_of(model_of(name, device, resident, KVDType.BF16)) as engine:
+        with engine_of(model_of(name, device, resident, kv)) as engine:
             engine.warm_up()
             answers.append(answered(engine, asks))
             assert engine.cache.validate() == []
@@ -164,14 +192,15 @@ def test_restored_prefixes_and_their_check(name: str, device: torch.device, tmp_
         assert engine.oracle.counts.alike > 6 and engine.cache.validate() == []
 
 
+@KINDS
 @pytest.mark.parametrize("name", NAMES)
-def test_drafts_share_the_hot_buffer(name: str, device: torch.device) -> None:
+def test_drafts_share_the_hot_buffer(name: str, kv: KVDType, device: torch.device) -> None:
     rng = random.Random(name)
     loop = text(rng, 40)
     asks = [RequestParams(loop * 4 + loop[:n], ANSWER) for n in (1, 7, 30)]
-    with engine_of(model_of(name, device, ALL_RESIDENT, KVDType.BF16)) as engine:
+    with engine_of(model_of(name, device, ALL_RESIDENT, kv)) as engine:
         plain = one_by_one(engine, asks)
-    model = model_of(name, device, Residency(8 * TOP_K[name]), KVDType.BF16, drafts=3)
+    model = model_of(name, device, Residency(8 * TOP_K[name]), kv, drafts=3)
     with engine_of(model, drafter=NgramDrafter(), draft_tokens=3, fixed_drafts=True) as engine:
         engine.warm_up()
         drafted = one_by_one(engine, asks)
@@ -188,7 +217,7 @@ def test_requests_with_aborts_leave_nothing_behind(name: str, device: torch.devi
     model = model_of(name, device, Residency(2 * TOP_K[name]), KVDType.BF16)
     with engine_of(model, 2048) as engine:
         engine.warm_up()
-        done, pending = 0, list[Request]()
+        done, pending, flat = 0, list[Request](), None
         while done < 1000 or pending:
             while done < 1000 and len(pending) < 24:
                 prompt = rng.choice(roots)[: rng.randint(1, 70)] + text(rng, rng.randint(1, 9))
@@ -198,6 +227,9 @@ def test_requests_with_aborts_leave_nothing_behind(name: str, device: torch.devi
             if rng.random() < 0.3:
                 engine.abort(rng.choice(pending))
             pending = [request for request in pending if request.finish is None]
+            if done >= 200 and flat is None:
+                flat = torch.cuda.memory_allocated()
+        assert flat is not None and torch.cuda.memory_allocated() <= flat + (1 << 20)
         assert engine.idle and engine.cache.validate() == []
         assert engine.cache.index.hot_rows == (0, 8)
         settled(engine, Tier.DEVICE, Tier.HOST)

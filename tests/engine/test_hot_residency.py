@@ -88,8 +88,8 @@ def close(engine: Engine) -> None:
 
 
 def counted(engine: Engine) -> tuple[int, int]:
-    """Selected entries that were on the device, and that were not, over layers and pools."""
-    hits, misses = sum(hot.counts.sum(0) for hot in engine.cache.hardware.hot.values())
+    """Selected entries of hot rows that were there, and that were not, over layers and pools."""
+    hits, misses, _ = sum(hot.counts.sum(0) for hot in engine.cache.hardware.hot.values())
     return int(hits), int(misses)
 
 
@@ -99,7 +99,7 @@ def counted(engine: Engine) -> tuple[int, int]:
 SIZES = [
     (model, entries) for model, topk in TOPK.items() for entries in (topk, topk + 1, 3 * topk, 4096)
 ]
-QUICK_SIZES = [("deepseek_v4", 7), ("deepseek_v32", 24), ("glm_moe_dsa-shared", 72)]
+QUICK_SIZES = [("deepseek_v4", 7), ("deepseek_v32", 24)]
 
 
 @pytest.mark.parametrize(
@@ -331,7 +331,7 @@ def small_memory() -> ModelMemory:
     return served_hot(memory, 16)
 
 
-@pytest.mark.parametrize("requests", [100, pytest.param(10_000, marks=pytest.mark.full)])
+@pytest.mark.parametrize("requests", [50, pytest.param(10_000, marks=pytest.mark.full)])
 def test_nothing_leaks(requests: int) -> None:
     """Requests that end, are aborted and retracted: no row, no slot, and no memory."""
     rng = random.Random(requests)

@@ -84,7 +84,7 @@ def test_restores_that_are_right_are_found_alike(family: str) -> None:
         ("gemma3", "kv"),
         ("gemma3", "swa"),
         ("falcon_h1", "state"),
-        ("deepseek_v32 hot:24", "kv"),
+        pytest.param("deepseek_v32 hot:24", "kv", marks=pytest.mark.full),
         pytest.param("deepseek_v32 hot:24", "index", marks=pytest.mark.full),
         pytest.param("glm_moe_dsa-shared hot:64", "kv", marks=pytest.mark.full),
         pytest.param("deepseek_v4 hot:7", "c4", marks=pytest.mark.full),

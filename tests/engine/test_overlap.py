@@ -21,24 +21,33 @@ from kvtide.engine import (
     Request,
     RequestParams,
     SamplingParams,
-    sampler,
     scheduler,
 )
 from kvtide.engine.chunks import PlannedStep, ScheduledChunk
 from kvtide.engine.graphs import step_graphs
-from kvtide.engine.graphs.graph_capture import Wait
 from kvtide.engine.overlap import Overlap, OverlapState
 from kvtide.engine.runner import HiddenOutput, LaunchedStep, PreparedStep, StepOutput
-from kvtide.engine.sampler import SampledToken
+from kvtide.engine.sampling import sampler
+from kvtide.engine.sampling.sampler import SampledToken
 from kvtide.engine.scheduler import Scheduler
 from kvtide.engine.speculation.drafter import DraftWish, TokenDrafter, UnreadDrafts
+from kvtide.layers import Step
 from kvtide.spec import PageMove
 from kvtide.transfer.copier import Copier
 from kvtide.transfer.lane import Ticket
 from kvtide.transfer.strided import Way
 from kvtide.transfer.timeline import HostTimeline
 from tests.cache.memories import FULL
-from tests.engine.test_engine import PAGE, VOCABULARY, Stand, answer_to, complete, words
+from tests.engine.test_engine import (
+    PAGE,
+    VOCABULARY,
+    Stand,
+    Sums,
+    answer_to,
+    complete,
+    needed,
+    words,
+)
 from tests.models.with_kernels import by_kernels, in_torch
 
 STEPS = 120
@@ -52,14 +61,15 @@ class Pages(NamedTuple):
 
 
 class Watch:
-    """A fence is the number of steps that were launched before it, and one more."""
+    """A fence is the number of steps that were launched before it, and one more. A step is noted
+    when the model computes it: on a CPU, when it is launched."""
 
     def __init__(self) -> None:
         self.launched: list[Pages] = []
         self.met: list[str] = []
         self.beside = 0
 
-    def begin(self, rows: list[list[int]], tables: list[list[int]]) -> None:
+    def begin(self, rows: list[tuple[int, int, int]], tables: list[list[int]]) -> None:
         had, written = set[int](), set[int]()
         for (start, end, past), table in zip(rows, tables, strict=True):
             had |= {slot for slot in table if slot >= 0}
@@ -79,12 +89,13 @@ class Watch:
 @pytest.fixture
 def watch(monkeypatch: pytest.MonkeyPatch) -> Watch:
     seen = Watch()
-    replay, copy = step_graphs.StepGraph._replay, Copier.copy
+    forward, copy = Sums.forward, Copier.copy
 
-    def watching(self: step_graphs.StepGraph, wait: Wait) -> Tensor:
-        batch = self._inputs.batch
-        seen.begin(batch.rows.tolist(), batch.slots["kv"].tolist())
-        return replay(self, wait)
+    def watching(self: Sums, step: Step, *more: Any) -> Tensor:
+        sequences = step.sequences or needed(step)
+        rows = [(each.start, each.end, each.past) for each in sequences]
+        seen.begin(rows, [each.slots["kv"].tolist() for each in sequences])
+        return forward(self, step, *more)
 
     def copying(
         self: Copier, way: Way, moves: Sequence[PageMove], timeout_s: float, after: Any = None
@@ -93,7 +104,7 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Watch:
         return copy(self, way, moves, timeout_s, after)
 
     monkeypatch.setattr(step_graphs, "TOKENS_PER_PREFILL", 4)
-    monkeypatch.setattr(step_graphs.StepGraph, "_replay", watching)
+    monkeypatch.setattr(Sums, "forward", watching)
     monkeypatch.setattr(Copier, "copy", copying)
     monkeypatch.setattr(HostTimeline, "fence", lambda self: len(seen.launched) + 1)
     return seen
@@ -121,10 +132,10 @@ def asked(rng: random.Random, at: Stand, number: int) -> Request:
 
 
 def outcome(request: Request) -> tuple[Any, ...]:
-    said = [
+    replied = [
         (sampled.token, round(sampled.logprob, 4), len(sampled.top)) for sampled in request.output
     ]
-    return said, request.finish, [sampled.token for sampled in request.scores]
+    return replied, request.finish, [sampled.token for sampled in request.scores]
 
 
 @pytest.mark.quick(seed=range(2))
@@ -162,27 +173,27 @@ def test_requests_are_answered_as_if_alone_and_no_copy_meets_a_step(
                 at.break_load(rng.randrange(3))
             at.step()
             step += 1
-            ahead += at.engine.overlap_state is OverlapState.LAUNCHED
+            ahead += at.engine.overlap.state is OverlapState.LAUNCHED
     at.end()
     assert not watch.met
     assert ahead > 5 and watch.beside > 0
     alone = Stand(captured=False)
     for request in requests:
-        said, *rest = outcome(request)
+        replied, *rest = outcome(request)
         ask = request.params
         more = {"sampling": ask.sampling, "stop_ids": ask.stop_ids, "score": ask.score}
         wanted, *others = outcome(alone.ask(ask.tokens, ask.max_tokens, **more))
         if request.number in aborted:
-            assert said == wanted[: len(said)]
+            assert replied == wanted[: len(replied)]
         else:
-            assert (said, rest) == (wanted, others)
+            assert (replied, rest) == (wanted, others)
     alone.end()
 
 
 def prefills_launched(at: Stand) -> list[Request]:
     """The requests with a prefill chunk in the step that was launched ahead."""
-    launched = at.engine.overlap_state is OverlapState.LAUNCHED
-    chunks = at.engine._overlap.chunks if launched else ()
+    launched = at.engine.overlap.state is OverlapState.LAUNCHED
+    chunks = at.engine.overlap.chunks if launched else ()
     return [chunk.request for chunk in chunks if chunk.tokens > 1]
 
 
@@ -287,9 +298,9 @@ class DeviceDrafter(TokenDrafter):
     def extend(
         self, chunks: Sequence[ScheduledChunk], output: StepOutput, wishes: Sequence[DraftWish]
     ) -> None:
-        said = [answer_to(wish.request.tokens, 3) for wish in wishes]
+        replied = [answer_to(wish.request.tokens, 3) for wish in wishes]
         wrong = 0 if self._right else 1
-        drafts = torch.tensor([[(token + wrong) % VOCABULARY for token in one] for one in said])
+        drafts = torch.tensor([[(token + wrong) % VOCABULARY for token in one] for one in replied])
         rows = {wish.request: row for row, wish in enumerate(wishes)}
         self.unread = UnreadDrafts(drafts, rows) if wishes else None
 
@@ -314,7 +325,7 @@ def test_verify_steps_are_launched_on_drafts_that_the_host_has_not_read(
     states = set()
     while not at.engine.idle:
         at.step()
-        states.add(at.engine.overlap_state)
+        states.add(at.engine.overlap.state)
     assert complete(*requests) and not watch.met
     assert OverlapState.LAUNCHED in states
     lengths = at.engine.accept_lengths
@@ -349,7 +360,7 @@ def test_a_family_samples_the_same_tokens_in_steps_launched_ahead(
         ahead = 0
         while not engine.idle:
             engine.step()
-            ahead += engine.overlap_state is OverlapState.LAUNCHED
+            ahead += engine.overlap.state is OverlapState.LAUNCHED
         cache.close()
     assert ahead >= 5
     lengths = [len(request.output) for request in answers[0]]

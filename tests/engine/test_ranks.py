@@ -70,11 +70,16 @@ def cases(*shapes: Shape) -> list[tuple[object, ...]]:
     return [(shape, *name.split(": ")) for shape in shapes for name in shape.scenarios()]
 
 
+QUICK = ("llama", "gpt_oss", "falcon_h1")
 CASES = [
-    *covered(cases(PP, TP)),
-    *(pytest.param(*case, marks=pytest.mark.full) for case in cases(BOTH)),
+    *covered(case for case in cases(PP, TP) if case[1] in QUICK),
+    *(
+        pytest.param(*case, marks=pytest.mark.full)
+        for case in cases(PP, TP, BOTH)
+        if case[0] == BOTH or case[1] not in QUICK
+    ),
 ]
-"""Shapes, families and scenarios; the quick run has each of them once with two ranks."""
+"""Shapes, families and scenarios; the quick run has each scenario once, with two ranks."""
 
 
 @pytest.fixture(scope="module")

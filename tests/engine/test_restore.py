@@ -50,6 +50,8 @@ CHUNKS = (64, 257)
 DENSE = ("gemma3", "mistral", "qwen2", "qwen3")
 """Of those that are alike, the quickest."""
 TOGETHER = (*(family.name for family in VARIANTS), *DENSE)
+QUICK_TOGETHER = ("mistral-windows", "lfm2", *DENSE[2:])
+"""In the quick run, the others of their forms are restored by `test_restart`."""
 APART = tuple(family.name for family in ALIKE if family.name not in DENSE)
 """In the quick run, `test_restart` restores these from the host."""
 QUICK_HOT = (("deepseek_v32 hot:24", "write_back", Layout.PAGE_FIRST_DIRECT, 64),)
@@ -66,7 +68,13 @@ CELLS = [
     *covered(product((family.name for family in FORMS), WRITING, Layout, CHUNKS)),
     *covered(
         (name, *cell)
+        for number, name in enumerate(QUICK_TOGETHER)
+        for cell in with_chunks(number, product(WRITING, Layout))
+    ),
+    *(
+        pytest.param(name, *cell, marks=pytest.mark.full)
         for number, name in enumerate(TOGETHER)
+        if name not in QUICK_TOGETHER
         for cell in with_chunks(number, product(WRITING, Layout))
     ),
     *(

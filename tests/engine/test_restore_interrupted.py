@@ -16,6 +16,7 @@ from kvtide.engine import Engine, Finish, Request, RequestParams, RequestState
 from kvtide.tiers import Layout
 from tests.engine.restoring import (
     HOT_NAMES,
+    INTERRUPTED,
     NAMES,
     SAMPLING,
     WRITING,
@@ -35,7 +36,8 @@ ACTIONS = {
 
 Injury = tuple[str, str]
 
-LONG_HOT_NAMES = [name for name in HOT_NAMES if Family(name).model in NAMES]
+LONG = (*NAMES, *(family.name for family in INTERRUPTED))
+LONG_HOT_NAMES = [name for name in HOT_NAMES if Family(name).model in LONG]
 """Their conversations have all turns: with fewer there is little to load, and to break."""
 
 MAX_ROUNDS = 4
@@ -113,7 +115,7 @@ def converse_injured(family: str, writing: str, seed: int) -> Counter[Injury]:
     return injure.done
 
 
-@pytest.mark.quick(family=["falcon_h1"])
+@pytest.mark.quick(family=["llama"])
 @pytest.mark.parametrize("seed", [12])
 @pytest.mark.parametrize("family", [*NAMES, *LONG_HOT_NAMES])
 def test_aborts_retractions_and_broken_loads_change_no_other_requests_bits(

@@ -14,7 +14,7 @@ import pytest
 from kvtide.layers.step import Batch, Rows, Step
 from kvtide.models.model import Decoder
 
-SIZES = (16, 32, 64, 128)
+SIZES = (4, 16, 32, 64, 128)
 """Of mixed graphs: few, so that little is padding."""
 
 

@@ -73,7 +73,7 @@ class HotWorld:
             marks=full(-1, rows, longest * self.page_entries),
             wanted=full(0, self.gather_pages * self.page_entries),
             host_rows=self.host_rows,
-            counts=full(0, len(pool.layers), 2, dtype=torch.int64),
+            counts=full(0, len(pool.layers), 3, dtype=torch.int64),
         )
         free = torch.randperm(slots, generator=self.generator)
         order = torch.randperm(rows, generator=self.generator)

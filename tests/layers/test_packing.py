@@ -164,7 +164,7 @@ def test_entries_have_the_published_sizes_and_order() -> None:
         assert together(entry, pack(entry, row)).shape == (1, entry.bytes) == (1, size)
 
 
-@pytest.mark.quick(name=["ragged", "short"])
+@pytest.mark.quick(name=["short"])
 @every_vector
 def test_bytes_are_those_of_the_slow_encoder(name: str, device: torch.device) -> None:
     entry = VECTORS[name]

@@ -1,7 +1,8 @@
 """Decode with half of the batch under a grammar, against the same batch without one.
 
-Weights are random, so the vocabulary is made up too: bytes, and words of the usual lengths. The
-grammar is records of JSON without end: every request decodes until it is stopped.
+Weights are random. The vocabulary is a learned one where a tokenizer is given, else made up: bytes,
+and words of the usual lengths. The grammar is records of JSON without end: every request decodes
+until it is stopped.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ class ConstrainedResult:
 
 def measure(bed: Bed, batch: int, context: int, steps: int, rounds: int) -> ConstrainedResult:
     capacity = batch * (context + steps + 8 * bed.model.memory.page_tokens)
-    tokenizer = made_up_tokenizer(bed.model.vocabulary)
+    tokenizer = bed.tokenizer or made_up_tokenizer(bed.model.vocabulary)
     with bed.engine(capacity, 0, max_running=batch, tokenizer=tokenizer) as engine:
         engine.warm_up()
 
@@ -77,7 +78,9 @@ def measure(bed: Bed, batch: int, context: int, steps: int, rounds: int) -> Cons
         seconds, computed = masks.seconds, masks.steps
         on_s, off_s = alternating(variants, rounds)
         masks_s = (masks.seconds - seconds) / (masks.steps - computed)
-    return ConstrainedResult(f"decode, batch {batch}, half constrained", on_s, off_s, masks_s)
+    words = f"{bed.tokenizer.size:,} learned tokens" if bed.tokenizer else "made-up tokens"
+    what = f"decode, batch {batch}, half constrained, {words}"
+    return ConstrainedResult(what, on_s, off_s, masks_s)
 
 
 def _step_s(

@@ -3,17 +3,21 @@
 Two engines have one model's weights: one drafts, one does not. Both hold a batch of equal prompts
 with a random KV history, and take turns in blocks of steps. Random weights draft tokens that are
 never accepted, so that the number of drafts is held fixed; in a second measurement every draft
-counts as accepted. The last measurement leaves the number of drafts to the engine, which finds that
-they do not pay.
+counts as accepted. Other measurements leave the number of drafts to the engine: of drafts that are
+never accepted, which it has to find, and of drafts that are accepted with a chance, which must not
+be slower than decode.
 """
 
 from __future__ import annotations
 
+import random
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from itertools import takewhile
+from statistics import mean
 from typing import Any
 
 import torch
@@ -40,7 +44,8 @@ TAIL_TOKENS = 8
 """Tokens of a prompt behind the pages that it finds in the cache."""
 CHECKPOINTS = 16
 """Windows and states of a request have slots for so many, at least: more than it holds at once."""
-NEVER_GOAL = 0.9
+NEVER_GOAL, CHOSEN_GOAL = 0.9, 0.95
+"""Of the tokens a second without drafts: where none is accepted, and where some are."""
 
 Note = Callable[[str], None]
 """Reports what begins."""
@@ -58,36 +63,104 @@ class _AgreedToken(int):
     __hash__ = int.__hash__
 
 
+HOLD_CYCLES = 20_000_000
+"""Of a device that is kept busy while the host works: some 10 ms."""
+
+
+class DeviceGaps:
+    """Times the device from the end of drafts to the end of the verify step behind them.
+
+    It is longer than that step where the device waits for the host to launch it. The same with a
+    device that is held busy meanwhile has no wait: the difference is the wait.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._held = device, False
+        self._open: Any = None
+        self._spans: list[tuple[Any, Any]] = []
+
+    @contextmanager
+    def timed(self, *, held: bool) -> Iterator[list[float]]:
+        """Seconds of all gaps that begin and end inside; there when it ends."""
+        found: list[float] = []
+        self._held, self._open, self._spans = held, None, []
+        yield found
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        found += [self._seconds(*span) for span in self._spans]
+        self._held = False
+
+    def begin(self) -> None:
+        """All drafts are queued."""
+        if self._held and self._device.type == "cuda":
+            torch.cuda._sleep(HOLD_CYCLES)
+        self._open = self._mark()
+
+    def end(self) -> None:
+        """The verify step is queued, and nothing behind it."""
+        if self._open is not None:
+            self._spans.append((self._open, self._mark()))
+        self._open = None
+
+    def forget(self) -> None:
+        """Another step comes first."""
+        self._open = None
+
+    def _mark(self) -> Any:
+        if self._device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _seconds(self, begin: Any, end: Any) -> float:
+        elapsed: float = end - begin if isinstance(end, float) else begin.elapsed_time(end) / 1e3
+        return elapsed
+
+
 class RoundDrafter(ModelDrafter):
     """A draft model's passes, timed.
 
-    agrees   all drafts are accepted
+    chance   of a draft behind accepted ones to count as accepted; 0 where tokens decide
     seconds  in `extend` and in `propose`, each waited for; None where it is not timed
     """
 
-    agrees = False
-    seconds: dict[str, float] | None = None
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.chance = 0.0
+        self.seconds: dict[str, float] | None = None
+        self.gaps = DeviceGaps(self._cache.config.torch_device)
+        self._random = random.Random(7)
 
     def extend(
         self, chunks: Sequence[ScheduledChunk], output: StepOutput, wishes: Sequence[DraftWish]
     ) -> None:
+        if wishes:
+            self.gaps.forget()
         with self._timed("extend"):
             super().extend(chunks, output, wishes)
 
     def draft_behind(self, step: UnreadStep, wishes: Sequence[DraftWish]) -> UnreadDrafts | None:
-        if self.agrees:
-            counts = torch.tensor([len(chunk.drafts) for chunk in step.chunks], dtype=torch.int32)
+        self.gaps.end()
+        if self.chance:
+            agreed = [len(_agreed(chunk.drafts)) for chunk in step.chunks]
+            counts = torch.tensor(agreed, dtype=torch.int32)
             step.sampled.accepted.copy_(counts, non_blocking=True)
         if self.seconds is not None:
             return None  # Only `extend` and `propose` are timed.
-        return super().draft_behind(step, wishes)
+        drafts = super().draft_behind(step, wishes)
+        self.gaps.begin()
+        return drafts
 
     def propose(self, wishes: Sequence[DraftWish]) -> list[tuple[int, ...]]:
         with self._timed("propose"):
             proposed = super().propose(wishes)
-        if self.agrees:
-            return [tuple(map(_AgreedToken, drafts)) for drafts in proposed]
-        return proposed
+        return [self._chosen(drafts) for drafts in proposed] if self.chance else proposed
+
+    def _chosen(self, drafts: tuple[int, ...]) -> tuple[int, ...]:
+        """With drafts that count as accepted, up to the first that does not."""
+        agreed = [*takewhile(lambda draft: self._random.random() < self.chance, drafts)]
+        return (*map(_AgreedToken, agreed), *drafts[len(agreed) :])
 
     @contextmanager
     def _timed(self, part: str) -> Iterator[None]:
@@ -104,6 +177,10 @@ class RoundDrafter(ModelDrafter):
         device = self._cache.config.torch_device
         if device.type == "cuda":
             torch.cuda.synchronize(device)
+
+
+def _agreed(drafts: Sequence[int]) -> list[int]:
+    return [*takewhile(lambda draft: isinstance(draft, _AgreedToken), drafts)]
 
 
 # -- what is measured -------------------------------------------------------------------------
@@ -123,7 +200,7 @@ class RoundLoad:
     @property
     def answer_tokens(self) -> int:
         """Enough for rounds whose drafts are all accepted."""
-        rejected, accepted = self.blocks + 3, self.blocks // 2 + 2
+        rejected, accepted = self.blocks + 5, self.blocks // 2 + 4
         return self.steps * (rejected + accepted * (self.draft_tokens + 1)) + 2 * TAIL_TOKENS
 
 
@@ -134,6 +211,8 @@ class RoundResult:
     accepted  "no" drafts or "all"
     drafts    verified per request and round: fewer where rejected tokens are computed again
     phases_s  of a round, each part waited for: `verify` is all besides the draft
+    wait_s    of a round, in which the device waits for the host before the verify step; None where
+              no step was drafted for ahead
     """
 
     model: str
@@ -149,6 +228,7 @@ class RoundResult:
     accept_length: float
     steps_by_kind: dict[str, int]
     phases_s: dict[str, float] = field(default_factory=dict)
+    wait_s: float | None = None
 
     @property
     def reached(self) -> bool | None:
@@ -159,25 +239,35 @@ class RoundResult:
 
 
 @dataclass(frozen=True, slots=True)
-class NeverResult:
-    """Tokens a second with drafts that are never accepted, and without."""
+class ChosenResult:
+    """Tokens a second where the engine chooses the number of drafts, and without drafts.
+
+    chance    of a draft to be accepted
+    drafts    verified per request and step
+    accepted  of these
+    """
 
     model: str
     drafter: str
     batch: int
     context: int
+    chance: float
     on_tokens_s: float
     off_tokens_s: float
     ratio: float
     drafts: float
-    goal: float = NEVER_GOAL
+    accepted: float = 0.0
+
+    @property
+    def goal(self) -> float:
+        return CHOSEN_GOAL if self.chance else NEVER_GOAL
 
     @property
     def reached(self) -> bool:
         return self.ratio >= self.goal
 
     def as_json(self) -> dict[str, Any]:
-        return asdict(self) | {"reached": self.reached}
+        return asdict(self) | {"goal": self.goal, "reached": self.reached}
 
 
 class Pair:
@@ -216,6 +306,16 @@ class Pair:
         parts = {part: each / steps for part, each in self.drafter.seconds.items()}
         self.drafter.seconds = None
         return {"verify": whole - sum(parts.values()), **parts}
+
+    def wait_s(self, steps: int) -> float | None:
+        """What the device waits in a round for the host to launch the verify step."""
+        seconds = []
+        for held in (False, True):
+            with self.drafter.gaps.timed(held=held) as found:
+                step_s(self.bed, self.on, steps)
+            seconds.append(found)
+        waiting, busy = seconds
+        return max(mean(waiting) - mean(busy), 0.0) if waiting and busy else None
 
 
 @contextmanager
@@ -270,7 +370,7 @@ def rounds(
         both.warm_up(load.steps)
         note(f"batch {load.batch}: warm")
         yield _rounds(both, names, load, "no", load.blocks)
-        both.drafter.agrees = True
+        both.drafter.chance = 1.0
         step_s(both.bed, both.on, load.steps // 2)
         note(f"batch {load.batch}: drafts are accepted now")
         yield _rounds(both, names, load, "all", load.blocks // 2)
@@ -296,31 +396,41 @@ def _rounds(
         accept_length=1 + taken / verified if verified else 1.0,
         steps_by_kind={kind: count for kind, count in ran.items() if count},
         phases_s=both.phases_s(load.steps),
+        wait_s=both.wait_s(load.steps),
     )
 
 
-def never(
-    model: DraftedModel, names: tuple[str, str], device: torch.device, load: RoundLoad, note: Note
-) -> NeverResult:
-    """Blocks in which every request tries drafts once more, and then decodes plainly.
+def chosen(
+    model: DraftedModel,
+    names: tuple[str, str],
+    device: torch.device,
+    load: RoundLoad,
+    chance: float,
+    note: Note,
+) -> ChosenResult:
+    """Blocks of the engine's own number of drafts, of which each is accepted with this chance.
 
-    `load.steps` is a multiple of the tokens between two trials.
+    Where none is, every request tries drafts again and then decodes plainly: `load.steps` is a
+    multiple of the tokens between two trials.
     """
     assert load.steps % TRIAL_TOKENS == 0, "a block has whole trials"
     with pair(model, device, load, note, fixed=False) as both:
-        both.warm_up(2 * TRIAL_TOKENS)  # Estimates fall.
-        note(f"batch {load.batch}: warm, few drafts are tried")
+        both.drafter.chance = chance
+        both.warm_up(2 * TRIAL_TOKENS)  # Steps are timed, and estimates settle.
+        note(f"batch {load.batch}: warm, {chance:.0%} of drafts are accepted")
         before = both.counts()
         seconds = both.blocks(load.blocks, load.steps)
         taken, refused, _ = (b - a for a, b in zip(before, both.counts(), strict=True))
-    tokens = load.blocks * load.steps * load.batch
-    gained = 1 + taken / tokens
-    return NeverResult(
+    steps = load.blocks * load.steps * load.batch
+    accepted = taken / steps
+    return ChosenResult(
         *names,
         batch=load.batch,
         context=load.context,
-        on_tokens_s=gained * load.batch / statistics.median(on_s for on_s, _ in seconds),
+        chance=chance,
+        on_tokens_s=(1 + accepted) * load.batch / statistics.median(on_s for on_s, _ in seconds),
         off_tokens_s=load.batch / statistics.median(off_s for _, off_s in seconds),
-        ratio=gained * statistics.median(off_s / on_s for on_s, off_s in seconds),
-        drafts=(taken + refused) / tokens,
+        ratio=(1 + accepted) * statistics.median(off_s / on_s for on_s, off_s in seconds),
+        drafts=(taken + refused) / steps,
+        accepted=accepted,
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -51,10 +51,6 @@ class DraftedShape:
     @property
     def name(self) -> str:
         return self.shape.name
-
-    def resized(self, change: Callable[[Shape], Shape]) -> DraftedShape:
-        """The same draft beside another size of the target."""
-        return replace(self, shape=change(self.shape))
 
     def build(self, device: torch.device, dtype: torch.dtype) -> DraftedModel:
         with device:

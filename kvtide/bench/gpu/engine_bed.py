@@ -36,10 +36,14 @@ class Drafts(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Bed:
-    """Opens engines of one model, which share its weights and differ in their tier sizes."""
+    """Opens engines of one model, which share its weights and differ in their tier sizes.
+
+    tokenizer  a learned vocabulary for benchmarks of text; None where it does not matter
+    """
 
     model: Model
     device: torch.device
+    tokenizer: Tokenizer | None = None
 
     @contextmanager
     def engine(

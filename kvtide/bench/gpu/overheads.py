@@ -13,7 +13,7 @@ from typing import Any
 from kvtide.bench.gpu.engine_bed import Bed, alternating, flush, ttft_s
 from kvtide.bench.gpu.throughput import decode_step_s
 from kvtide.engine import Engine, SamplingParams
-from kvtide.engine.sampler import GREEDY
+from kvtide.engine.sampling.sampling_params import GREEDY
 from kvtide.spec import Tier
 
 QWEN3_SAMPLING = SamplingParams(temperature=0.7, top_p=0.8, top_k=20)

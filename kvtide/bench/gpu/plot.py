@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-_WIDTH, _BAR, _GAP, _LEFT, _RIGHT, _TOP = 720, 22, 8, 190, 90, 46
+_WIDTH, _BAR, _GAP, _LEFT, _TOP = 720, 22, 8, 190, 46
+_CHARACTER = 7.5
+"""Width of a character, at most on average; labels of values are as long as theirs."""
 _HUES = {
     "gray": ("#8b949e", "#9198a1"),
     "blue": ("#0969da", "#4493f8"),
@@ -24,12 +26,14 @@ _INK = ("#1f2328", "#f0f6fc")
 def draw(title: str, groups: Sequence[tuple[str, Mapping[str, float]]], unit: str = "ms") -> str:
     """Groups of bars, milliseconds by tier; every group has a scale of its own."""
     lines, top, hues = [], _TOP, tuple(_HUES)
+    labels = [f"{value:,.0f} {unit}" for _, bars in groups for value in bars.values()]
+    right = max(90, 16 + _CHARACTER * max(map(len, labels), default=0))
     for name, bars in groups:
         lines.append(_text(16, top + 14, name, bold=True))
         top += 26
         longest = max(bars.values())
         for number, (tier, value) in enumerate(bars.items()):
-            width = (_WIDTH - _LEFT - _RIGHT) * value / longest
+            width = (_WIDTH - _LEFT - right) * value / longest
             lines.append(_text(_LEFT - 10, top + 15, tier, anchor="end"))
             lines.append(
                 f'<rect class="{_TIERS.get(tier, hues[number % len(hues)])}" x="{_LEFT}" '

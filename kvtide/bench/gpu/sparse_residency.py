@@ -7,7 +7,6 @@ replaced by choices of a given overlap (`driven_choices`), or left as it is.
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -17,7 +16,16 @@ import numpy as np
 import torch
 
 from kvtide.bench.gpu.driven_choices import DrivenChoices, attentions_with_indexer, driving
-from kvtide.bench.gpu.engine_bed import Bed, alternating, flush, start, step_s, stop, ttft_s
+from kvtide.bench.gpu.engine_bed import (
+    Bed,
+    alternating,
+    flush,
+    median_s,
+    start,
+    step_s,
+    stop,
+    ttft_s,
+)
 from kvtide.bench.gpu.shapes import Shape
 from kvtide.cache import Layout, TieredCache
 from kvtide.engine import Engine, RequestParams
@@ -26,7 +34,7 @@ from kvtide.spec import ModelMemory, PoolSpec, Tier
 from kvtide.spec.families import KVDType
 from kvtide.spec.residency import ALL_RESIDENT, Residency, hot_bytes
 from kvtide.spec.sizing import bytes_for
-from kvtide.tiers import Buffers
+from kvtide.tiers import Buffers, HotBuffers
 from kvtide.transfer.strided import Way
 
 CHECKPOINTS = 4
@@ -121,6 +129,98 @@ class StepResult:
         return asdict(self) | {"tokens_s": self.tokens_s}
 
 
+@dataclass(frozen=True, slots=True)
+class SumResult:
+    """A hot step beside the resident step of its batch, and beside reading what it missed.
+
+    row_bytes_s  speed of the copies of a swap-in alone
+    """
+
+    hot: StepResult
+    resident_s: float
+    row_bytes_s: float
+
+    @property
+    def read_s(self) -> float:
+        return self.hot.missing_bytes / self.row_bytes_s
+
+    @property
+    def of_larger(self) -> float:
+        return self.hot.seconds / max(self.resident_s, self.read_s)
+
+    @property
+    def of_sum(self) -> float:
+        return self.hot.seconds / (self.resident_s + self.read_s)
+
+    @property
+    def served_bytes_s(self) -> float | None:
+        """Speed of rows in the served step, if all of its further time is theirs; None if it has
+        none."""
+        more_s = self.hot.seconds - self.resident_s
+        return self.hot.missing_bytes / more_s if more_s > 0 else None
+
+    def as_json(self) -> dict[str, Any]:
+        derived = ("read_s", "of_larger", "of_sum", "served_bytes_s")
+        numbers = {"all_s": self.resident_s, "row_bytes_s": self.row_bytes_s}
+        return self.hot.as_json() | numbers | {name: getattr(self, name) for name in derived}
+
+
+# -- entries that are read ----------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class HotReads:
+    """What queries selected of hot pools: found in hot rows or read from the host.
+
+    hit_rate        of hot rows; None if nothing was selected from one
+    layer_misses    entries that a layer swapped in
+    missing_bytes   of those, in all layers
+    gathered_bytes  of entries that prefill chunks read
+    """
+
+    hit_rate: float | None = None
+    layer_misses: float = 0.0
+    missing_bytes: float = 0.0
+    gathered_bytes: float = 0.0
+
+
+class HotReading:
+    """Counts from its beginning on; nothing where all pages are resident."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._hot = list(engine.cache.hardware.hot.values())
+        self._before = self._counts()
+
+    def per(self, times: int) -> HotReads:
+        """The mean of so many times."""
+        counts = [now - then for now, then in zip(self._counts(), self._before, strict=True)]
+        if not counts:
+            return HotReads()
+        hits, misses, _ = torch.cat(counts).sum(0).tolist()
+        layers = sum(len(each.pool.layers) for each in self._hot)
+        _, missing_bytes, gathered_bytes = (
+            sum(float(each[:, n].sum()) * hot.pool.entry.bytes for each, hot in self._pairs(counts))
+            for n in range(3)
+        )
+        return HotReads(
+            hits / (hits + misses) if hits + misses else None,
+            misses / layers / times,
+            missing_bytes / times,
+            gathered_bytes / times,
+        )
+
+    def _pairs(self, counts: Sequence[torch.Tensor]) -> Iterable[tuple[torch.Tensor, HotBuffers]]:
+        return zip(counts, self._hot, strict=True)
+
+    def _counts(self) -> list[torch.Tensor]:
+        return [hot.counts.clone().cpu() for hot in self._hot]
+
+
+def residency_name(memory: ModelMemory) -> str:
+    hot = memory.hot_pools
+    return f"hot:{hot[0].hot}" if hot else "all"
+
+
 # -- a random history ---------------------------------------------------------------------------
 
 
@@ -208,27 +308,13 @@ class DecodeBed:
             self._choices.leave()
         bed, engine, steps = self._bed, self._engine, self._load.steps
         step_s(bed, engine, steps)
-        before = self._counts()
+        reading = HotReading(engine)
         seconds = step_s(bed, engine, steps)
-        counts = [now - then for now, then in zip(self._counts(), before, strict=True)]
-        hot = list(engine.cache.hardware.hot.values())
-        if not hot:
-            return StepResult("all", batch, overlap, seconds)
-        hits, misses = (sum(float(each[:, n].sum()) for each in counts) for n in (0, 1))
-        layers = sum(len(each.pool.layers) for each in hot)
-        sizes = (each.pool.entry.bytes for each in hot)
-        swapped = sum(
-            float(each[:, 1].sum()) * size for each, size in zip(counts, sizes, strict=True)
-        )
+        reads = reading.per(steps)
         return StepResult(
-            *(f"hot:{hot[0].pool.hot}", batch, overlap, seconds),
-            hit_rate=hits / max(1.0, hits + misses),
-            layer_misses=misses / layers / steps,
-            missing_bytes=swapped / steps,
+            *(residency_name(bed.model.memory), batch, overlap, seconds),
+            *(reads.hit_rate, reads.layer_misses, reads.missing_bytes),
         )
-
-    def _counts(self) -> list[torch.Tensor]:
-        return [hot.counts.clone().cpu() for hot in self._engine.cache.hardware.hot.values()]
 
 
 @contextmanager
@@ -258,13 +344,20 @@ def decode_bed(bed: Bed, load: DecodeLoad, contexts: int) -> Iterator[DecodeBed]
 
 @dataclass(frozen=True, slots=True)
 class FirstTokenResult:
-    """Seconds from a prefix on the host to the first token, and the bytes that were loaded."""
+    """Seconds from a prefix on the host to the first token.
+
+    loaded_bytes  before the step, or beside it
+    device_s      the same with all on the device that is loaded: the step alone
+    reads         of one request, in the step
+    """
 
     residency: str
     context: int
     new_tokens: int
     seconds: float
     loaded_bytes: int
+    device_s: float
+    reads: HotReads
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -284,20 +377,24 @@ def first_token(bed: Bed, context: int, new_tokens: int, rounds: int) -> FirstTo
         longest_tokens=longest,
     ) as engine:
         commit(engine.cache, [prompt], -(-context // page))
-        seconds = []
-        for _ in range(rounds + 2):
-            flush(engine, Tier.DEVICE)
-            before = _loaded(engine)
-            took, request = ttft_s(engine, prompt)
-            seconds.append(took)
+
+        def prefix_s(*flushed: Tier) -> float:
+            flush(engine, *flushed)
+            seconds, request = ttft_s(engine, prompt)
             found = request.by_tier
             assert sum(found.values()) >= context - page, f"{found} of {context} tokens cached"
-            assert found.get(Tier.HOST), f"nothing was on the host: {found}"
+            assert bool(flushed) == bool(found.get(Tier.HOST)), f"the prefix was in {found}"
+            return seconds
+
+        for _ in range(2):
+            prefix_s(Tier.DEVICE)
+        before, reading = _loaded(engine), HotReading(engine)
+        median = median_s(lambda: prefix_s(Tier.DEVICE), rounds)
         flush(engine)
-        loaded = _loaded(engine) - before
-    hot = memory.hot_pools
-    name = f"hot:{hot[0].hot}" if hot else "all"
-    return FirstTokenResult(name, context, new_tokens, statistics.median(seconds[2:]), loaded)
+        loaded, reads = (_loaded(engine) - before) // rounds, reading.per(rounds)
+        device_s = median_s(prefix_s, rounds)
+    name = residency_name(memory)
+    return FirstTokenResult(name, context, new_tokens, median, loaded, device_s, reads)
 
 
 def _loaded(engine: Engine) -> int:
@@ -309,11 +406,15 @@ def _loaded(engine: Engine) -> int:
 
 @dataclass(frozen=True, slots=True)
 class PrefillResult:
-    """Seconds of an uncached prompt, hot and with all pages on the device and no host tier."""
+    """Seconds of an uncached prompt, hot and with all pages on the device and no host tier.
+
+    reads  of the hot one
+    """
 
     tokens: int
     hot_s: float
     all_s: float
+    reads: HotReads
 
     @property
     def relative_speed(self) -> float:
@@ -342,10 +443,12 @@ def prefill(
         hot.engine(capacity, capacity, **sizes, longest_tokens=longest) as on,
         resident.engine(capacity, 0, **sizes) as off,
     ):
-        for _ in range(2):
+        for _ in range(min(2, rounds)):
             prefill_s(hot, on)
             prefill_s(resident, off)
+        reading = HotReading(on)
         hot_s, all_s = alternating(
             [lambda: prefill_s(hot, on), lambda: prefill_s(resident, off)], rounds
         )
-    return PrefillResult(tokens, hot_s, all_s)
+        reads = reading.per(rounds)
+    return PrefillResult(tokens, hot_s, all_s, reads)

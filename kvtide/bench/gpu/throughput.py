@@ -21,7 +21,7 @@ from kvtide.bench.gpu.engine_bed import (
 )
 from kvtide.bench.gpu.history import graph_replay_s
 from kvtide.engine import Engine, RequestParams, SamplingParams
-from kvtide.engine.sampler import GREEDY
+from kvtide.engine.sampling.sampling_params import GREEDY
 from kvtide.engine.scheduler import MIXED_STEP_TOKENS
 from kvtide.spec import Tier
 

@@ -26,6 +26,7 @@ from kvtide.bench.gpu import (
 from kvtide.bench.gpu.engine_bed import Bed
 from kvtide.bench.gpu.shapes import Shape, deepseek_v4_flash, qwen3_8b
 from kvtide.cli.console import CommandError, progress, table
+from kvtide.models.tokenizer import Tokenizer, read_tokenizer
 from kvtide.server.ranks.rank_processes import freeze_gc
 
 Rows = list[tuple[str, str, str, str, str]]
@@ -46,6 +47,12 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--plot", type=Path, metavar="FILE", help="write a bar chart of the TTFT (SVG)"
     )
+    parser.add_argument(
+        "--tokenizer",
+        type=Path,
+        metavar="FILE",
+        help="constrained: the vocabulary of this tokenizer.json instead of a made-up one",
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write all results as JSON")
     parser.set_defaults(run=_run)
 
@@ -58,6 +65,7 @@ def _run(args: argparse.Namespace) -> int:
         raise CommandError(
             f"bench gpu: {sorted(unknown)} is not known; use {', '.join(_BENCHMARKS)}"
         )
+    tokenizer = _tokenizer(args.tokenizer)
     device = torch.device("cuda", 0)
     best = ceilings.measure(device)
     print(_machine(device, best), flush=True)
@@ -65,7 +73,7 @@ def _run(args: argparse.Namespace) -> int:
     numbers: dict[str, Any] = {"ceilings": best.as_json(), "failed": failed}
     shown: Rows = []
     for shape, kinds in _by_model(wanted):
-        bed = Bed(shape.build(device, torch.bfloat16), device)
+        bed = Bed(shape.build(device, torch.bfloat16), device, tokenizer)
         freeze_gc()  # As a server does.
         for kind in progress(kinds, len(kinds), shape.name):
             try:
@@ -87,6 +95,10 @@ def _run(args: argparse.Namespace) -> int:
     if failed:
         print(f"failed (tracebacks above): {', '.join(failed)}")
     return 1 if failed else 0
+
+
+def _tokenizer(file: Path | None) -> Tokenizer | None:
+    return None if file is None else read_tokenizer({"tokenizer.json": file}, {})
 
 
 def _write(args: argparse.Namespace, numbers: dict[str, Any]) -> None:

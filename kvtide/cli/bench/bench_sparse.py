@@ -17,6 +17,7 @@ from kvtide.bench.gpu.sparse_residency import (
     OVERLAPS,
     OWN,
     DecodeLoad,
+    HotReads,
     SparseShape,
     StepResult,
 )
@@ -30,6 +31,8 @@ _OF_MODEL = ("single", "decode", "sum", "prefill")
 PARTS = ("rows", *_OF_MODEL, *(f"{name}-v4" for name in _OF_MODEL), "ttft")
 _OVERLAP_GOAL = 0.95
 """Goals are set for choices that overlap so much."""
+_USUAL_PROMPT = 16_384
+"""Tokens of a prompt in `prefill`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +52,7 @@ class SparseSizes:
     row_context: int = 65_536
     host_block: int = 1 << 29
     spread: tuple[int, int, int] = (80, 102, 8 << 30)
-    prefill_tokens: int = 16_384
+    prefill_tokens: tuple[int, ...] = (_USUAL_PROMPT,)
     chunk_tokens: int = 8192
     rounds: int = 5
     new_tokens: tuple[int, ...] = (2, 64)
@@ -91,7 +94,7 @@ def _tiny() -> SparseSizes:
         row_context=1024,
         host_block=1 << 22,
         spread=(2, 16, 1 << 22),
-        prefill_tokens=256,
+        prefill_tokens=(256,),
         chunk_tokens=128,
         rounds=1,
         new_tokens=(3,),
@@ -109,6 +112,11 @@ def add(parser: argparse.ArgumentParser) -> None:
         choices=[layout.value for layout in Layout],
         default=Layout.PAGE_FIRST_DIRECT.value,
         help="of the host in decode (page_first_direct)",
+    )
+    parser.add_argument(
+        "--prompt-tokens",
+        metavar="N,…",
+        help="of prompts in prefill (16384); longer ones are measured in fewer rounds",
     )
     parser.add_argument(
         "--tiny", action="store_true", help="tiny shapes, which a CPU runs: no speeds to compare"
@@ -133,6 +141,8 @@ def _run(args: argparse.Namespace) -> int:
     sizes = _tiny() if args.tiny else _full()
     layout = Layout(args.host_layout)
     sizes = replace(sizes, load=replace(sizes.load, host_layout=layout))
+    if args.prompt_tokens:
+        sizes = replace(sizes, prefill_tokens=_numbers(args.prompt_tokens))
     bench = _Bench(sizes, device, report)
     if "rows" in wanted:
         with report.guarded("rows"):
@@ -147,6 +157,13 @@ def _run(args: argparse.Namespace) -> int:
         with report.guarded("ttft"):
             bench.first_token(sizes.first_token)
     return report.end(_HEADER)
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    parts = text.split(",")
+    if not all(part.isdecimal() and int(part) for part in parts):
+        raise CommandError(f"bench sparse: --prompt-tokens is '{text}'; use 65536,131072")
+    return tuple(int(part) for part in parts)
 
 
 # -- what is found ------------------------------------------------------------------------------
@@ -166,8 +183,13 @@ class _Report(BenchReport):
             self.plot_file.write_text(plot.draw(title, list(self.bars.items()), "tokens/s"))
 
 
-def _hits(found: StepResult) -> str:
+def _hits(found: StepResult | HotReads) -> str:
     return "–" if found.hit_rate is None else f"{found.hit_rate:.1%}"
+
+
+def _read(reads: HotReads) -> str:
+    """What was read from the host."""
+    return f"{(reads.missing_bytes + reads.gathered_bytes) / 1e6:,.0f} MB"
 
 
 def _shown(overlap: sparse.Overlap) -> str:
@@ -245,19 +267,20 @@ class _Bench:
         freeze_gc()  # As a server does.
         note(f"{shape.what}: built")
         if "prefill" in kinds:
-            with self._report.guarded(f"prefill of {shape.name}"):
-                self._prefill(shape, hot, resident)
+            for tokens in self._sizes.prefill_tokens:
+                with self._report.guarded(f"prefill of {tokens:,} tokens, {shape.name}"):
+                    self._prefill(shape, hot, resident, tokens)
         if {*kinds} - {"prefill"}:
             self._decode(shape, hot, resident, kinds)
 
-    def _prefill(self, shape: SparseShape, hot: Bed, resident: Bed) -> None:
+    def _prefill(self, shape: SparseShape, hot: Bed, resident: Bed, tokens: int) -> None:
         sizes = self._sizes
-        found = sparse.prefill(
-            hot, resident, sizes.prefill_tokens, sizes.rounds, sizes.chunk_tokens
-        )
+        rounds = max(1, min(sizes.rounds, sizes.rounds * _USUAL_PROMPT // tokens))
+        found = sparse.prefill(hot, resident, tokens, rounds, sizes.chunk_tokens)
         row = (
             *("prefill", shape.what, f"{found.tokens:,} tokens, staged to the host"),
-            *(ms(found.hot_s), f"all on the device {ms(found.all_s)}", "–"),
+            f"{ms(found.hot_s)}, {_read(found.reads)} gathered",
+            *(f"all on the device {ms(found.all_s)}", _hits(found.reads)),
             against_goal(found.relative_speed, 0.98, "%"),
         )
         self._report.row(row, found.as_json() | {"model": shape.name})
@@ -376,21 +399,18 @@ class _Bench:
             max_selected=self._sizes.max_selected,
             context=self._sizes.row_context,
         )
-        read_s = found.missing_bytes / bytes_s
-        larger = max(beside.seconds, read_s)
+        both = sparse.SumResult(found, beside.seconds, bytes_s)
+        served = both.served_bytes_s
         row = (
             *("sum", shape.what, f"{found.batch} requests, {_shown(found.overlap)}"),
-            ms(found.seconds),
+            ms(found.seconds) + ("" if served is None else f", rows at {served / 1e9:.1f} GB/s"),
             f"all on the device {ms(beside.seconds)}, {found.missing_bytes / 1e6:.1f} MB at "
-            f"{bytes_s / 1e9:.1f} GB/s {ms(read_s)}; of their sum "
-            f"{found.seconds / (beside.seconds + read_s):.2f}",
-            *(
-                _hits(found),
-                f"of the larger {against_goal(found.seconds / larger, 1.15, at_most=True)}",
-            ),
+            f"{bytes_s / 1e9:.1f} GB/s {ms(both.read_s)}",
+            _hits(found),
+            f"of the larger {against_goal(both.of_larger, 1.15, at_most=True)}; "
+            f"of the sum {both.of_sum:.2f}",
         )
-        numbers = {"model": shape.name, "all_s": beside.seconds, "read_s": read_s}
-        self._report.row(row, found.as_json() | numbers)
+        self._report.row(row, both.as_json() | {"model": shape.name})
 
     def first_token(self, shape: SparseShape) -> None:
         found: dict[tuple[int, bool], sparse.FirstTokenResult] = {}
@@ -419,6 +439,9 @@ class _Bench:
         if beside is not None and beside is not found:
             goal = against_goal(beside.seconds / found.seconds, 3.0)
         case = f"{found.new_tokens} tokens after {found.context:,} on the host, {found.residency}"
-        loaded = f"{found.loaded_bytes / 1e6:,.0f} MB loaded"
-        row = ("ttft", shape.what, case, ms(found.seconds), loaded, "–", goal)
+        loaded = (
+            f"{found.loaded_bytes / 1e6:,.0f} MB loaded, {_read(found.reads)} swapped in; "
+            f"without loads {ms(found.device_s)}"
+        )
+        row = ("ttft", shape.what, case, ms(found.seconds), loaded, _hits(found.reads), goal)
         self._report.row(row, found.as_json() | {"model": shape.name})

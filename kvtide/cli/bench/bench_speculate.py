@@ -21,7 +21,14 @@ from typing import Any, NamedTuple
 import torch
 
 from kvtide.bench import speculate
-from kvtide.bench.gpu.draft_rounds import NeverResult, Note, RoundLoad, RoundResult, never, rounds
+from kvtide.bench.gpu.draft_rounds import (
+    ChosenResult,
+    Note,
+    RoundLoad,
+    RoundResult,
+    chosen,
+    rounds,
+)
 from kvtide.bench.gpu.drafted_shapes import (
     DraftedModel,
     DraftedShape,
@@ -39,13 +46,17 @@ from kvtide.server.ranks.rank_processes import freeze_gc
 
 
 class ShapeCase(NamedTuple):
-    """`shape` is one of `SHAPES`; `counts_tokens`: tokens a second, the engine's own number of
-    drafts; else rounds of a fixed number."""
+    """`shape` is one of `SHAPES`; `chance`: that a draft is accepted, while the engine chooses how
+    many there are; None for rounds of a fixed number."""
 
     name: str
     shape: str
     loads: tuple[RoundLoad, ...]
-    counts_tokens: bool = False
+    chance: float | None = None
+
+
+def _chosen_loads(context: int, *batches: int) -> tuple[RoundLoad, ...]:
+    return tuple(RoundLoad(batch, context, 0.0, steps=TRIAL_TOKENS, blocks=6) for batch in batches)
 
 
 V4_CONTEXT = 64_512
@@ -55,23 +66,21 @@ SHAPE_CASES = {
     case.name: case
     for case in (
         ShapeCase("rounds", "qwen3-8b", (RoundLoad(1, 2048, 1.25), RoundLoad(64, 2048, 1.5))),
-        ShapeCase(
-            "never-8b",
-            "qwen3-8b",
-            (RoundLoad(64, 2048, 0.0, steps=2 * TRIAL_TOKENS, blocks=4),),
-            counts_tokens=True,
-        ),
+        ShapeCase("never-8b", "qwen3-8b", _chosen_loads(2048, 64), chance=0.0),
+        ShapeCase("half-8b", "qwen3-8b", _chosen_loads(2048, 1, 64), chance=0.5),
         ShapeCase(
             "rounds-v4",
             "deepseek-v4-flash",
             (RoundLoad(1, V4_CONTEXT, 1.4), RoundLoad(64, V4_CONTEXT, 1.6)),
         ),
+        ShapeCase("never-v4", "deepseek-v4-flash", _chosen_loads(V4_CONTEXT, 64), chance=0.0),
+        ShapeCase("half-v4", "deepseek-v4-flash", _chosen_loads(V4_CONTEXT, 1, 64), chance=0.5),
     )
 }
 ROWS = "rows"
 """What drafts cost a step, without the drafter's own time; not in the default selection."""
 CASES = (*speculate.CASES, ROWS, *SHAPE_CASES)
-Result = speculate.SpeculationGain | speculate.RowCost | RoundResult | NeverResult
+Result = speculate.SpeculationGain | speculate.RowCost | RoundResult | ChosenResult
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -241,10 +250,10 @@ def _measured(
     device: torch.device,
     load: RoundLoad,
     note: Note,
-) -> Iterator[RoundResult | NeverResult]:
+) -> Iterator[RoundResult | ChosenResult]:
     names = (shape.name, shape.drafter)
-    if case.counts_tokens:
-        yield never(model, names, device, load, note)
+    if case.chance is not None:
+        yield chosen(model, names, device, load, case.chance, note)
     else:
         yield from rounds(model, names, device, load, note)
 
@@ -267,13 +276,15 @@ _HEADERS: dict[type[Result], tuple[str, ...]] = {
     RoundResult: (
         *("model", "drafter", "batch", "context", "accepted", "drafts", "decode ms", "round ms"),
         *("round/decode", "goal", "reached", "verify ms", "extend ms", "propose ms"),
+        "host wait ms",
     ),
-    NeverResult: (
-        *("model", "drafter", "batch", "context", "drafts a token", "tokens/s on"),
+    ChosenResult: (
+        *("model", "drafter", "batch", "context", "chance", "drafts a step", "tokens/s on"),
         *("tokens/s off", "on/off", "goal", "reached"),
     ),
 }
-"""Of a round's table, the last three are parts of a round, each waited for."""
+"""Of a round's table, `verify`, `extend` and `propose` are parts of a round, each waited for;
+`host wait` is what the device waits for the host where a round is not."""
 
 
 def _tables(found: list[Result]) -> Iterator[str]:
@@ -293,12 +304,13 @@ def _row(found: Result) -> tuple[str, ...]:
             *(found.model, found.drafter, str(found.batch), f"{found.context:,}", found.accepted),
             *(f"{found.drafts:.2f}", _ms(found.decode_s), _ms(found.round_s)),
             *(f"{found.ratio:.2f}×", goal, _yes(found.reached), *map(_ms, parts)),
+            "–" if found.wait_s is None else _ms(found.wait_s),
         )
     speed = (f"{found.on_tokens_s:,.1f}", f"{found.off_tokens_s:,.1f}", f"{found.ratio:.2f}×")
     goals = (f"≥ {found.goal:g}×", _yes(found.reached))
-    if isinstance(found, NeverResult):
+    if isinstance(found, ChosenResult):
         whose = (found.model, found.drafter, str(found.batch), f"{found.context:,}")
-        return (*whose, f"{found.drafts:.3f}", *speed, *goals)
+        return (*whose, f"{found.chance:g}", f"{found.drafts:.3f}", *speed, *goals)
     return (
         *(found.case, str(found.at_once), str(found.draft_tokens), *speed),
         *(f"{found.accept_length:.2f}", f"{found.accepted:,}", f"{found.rejected:,}", *goals),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
@@ -44,7 +45,7 @@ def _run(args: argparse.Namespace) -> int:
     space = new_space()
     with closing(open_store(args.url, space)) as store:
         try:
-            result = _measure(args, store, size)
+            result = _measure(args, store, space, size)
             if args.opening:
                 store_speed.fill(store, args.opening, progress)
                 opened = store_speed.opened_anew(args.url, space, args.opening)
@@ -57,8 +58,9 @@ def _run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _measure(args: argparse.Namespace, store: Store, size: int) -> dict[str, Any]:
-    cases = store_speed.cases([name for name in args.models.split(",") if name], size)
+def _measure(args: argparse.Namespace, store: Store, space: bytes, size: int) -> dict[str, Any]:
+    models = [name for name in args.models.split(",") if name]
+    cases = store_speed.cases(models, size)
     max_bytes = max(case.bytes for case in cases)
     blocks = store_speed.MemoryBlocks(max_bytes)
     with ExitStack() as opened:
@@ -73,6 +75,9 @@ def _measure(args: argparse.Namespace, store: Store, size: int) -> dict[str, Any
         "cases": [row.as_json() for rows in found for row in rows],
         "notes": [*notes, *store.status().notes],
     }
+    if models:
+        costs = store_speed.shape_costs(store, space, models[0], size, args.turns, progress)
+        result["shapes"] = [cost.as_json() for cost in costs]
     try:
         result["existence_ms"] = store_speed.existence_ms(store, args.turns)
     except StoreError as error:
@@ -94,6 +99,8 @@ def _report(result: dict[str, Any]) -> str:
         cells.append(cell)
     turns = f"medians of {result['turns']} turns"
     parts = [f"\n{result['store']}: {turns}, taken in one run\n", table(header, cells), ""]
+    if "shapes" in result:
+        parts += [_shapes_report(result["shapes"]), ""]
     if "existence_ms" in result:
         asked = f"{store_speed.ASKED_KEYS:,} keys are looked for in"
         parts.append(f"{asked} {result['existence_ms']:.1f} ms")
@@ -103,3 +110,28 @@ def _report(result: dict[str, Any]) -> str:
             f"{opened['seconds']:.2f} s, {opened['bytes_per_object']:.0f} B of memory for each"
         )
     return "\n".join([*parts, *(f"note: {note}" for note in result["notes"])])
+
+
+def _shapes_report(costs: Sequence[dict[str, Any]]) -> str:
+    header = [
+        "pages of one shape",
+        "sought",
+        "stored",
+        "its own alone",
+        "of any",
+        "ratio",
+        "look-ups",
+    ]
+    cells = [
+        [
+            cost["model"],
+            str(cost["prompt_pages"]),
+            str(cost["stored_pages"]),
+            f"{cost['own_ms']:.1f} ms",
+            f"{cost['ms']:.1f} ms",
+            f"{cost['ratio']:.3f}×",
+            " and ".join(f"{ms:.2f}" for ms in cost["lookup_ms"]) + " ms",
+        ]
+        for cost in costs
+    ]
+    return table(header, cells)

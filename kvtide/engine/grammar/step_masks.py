@@ -23,7 +23,7 @@ from torch import Tensor
 from kvtide.engine.chunks import ScheduledChunk
 from kvtide.engine.grammar.token_mask import RowMask, TokenMasks
 from kvtide.engine.grammar.token_matcher import TokenMatcher
-from kvtide.engine.sampler import SamplingInput
+from kvtide.engine.sampling.sampler import SamplingInput
 from kvtide.engine.staging import Staging
 
 MAX_THREADS = 16

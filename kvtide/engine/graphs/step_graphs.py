@@ -36,11 +36,14 @@ from kvtide.models.draft import CapturedStates
 
 MIN_LENGTH = 4096
 """Sequence length of the first graphs; the next ones take four times as many tokens each."""
-MIXED_TOKENS = (64, 128, 192, 256, 384, 512, 576, 640, 768, 896, 1024)
-"""Sizes of mixed graphs. Larger steps take longer to compute than to launch kernel by kernel."""
+MIXED_TOKENS = (8, 64, 128, 192, 256, 384, 512, 576, 640, 768, 896, 1024)
+"""Sizes of mixed graphs. Larger steps take longer to compute than to launch kernel by kernel.
+
+The first is for the few tokens that follow a cached prefix: kernels treat them as those of a verify
+step, and padding costs little. Indexers and selected attention compute every padded row."""
 TOKENS_PER_PREFILL = 64
 """A mixed graph of n times as many tokens takes n prefill chunks: attention work is divided badly
-over more. The largest takes any number, so that every step of its size has a graph."""
+over more. The smallest takes one, and the largest any number, so that every step has a graph."""
 
 
 View = Callable[[str, int], Mapping[str, Tensor]]
@@ -246,7 +249,8 @@ class StepGraphs:
             counts = [(n, min(limit, n)) for n in (tokens if rows else ())]
             return [GraphSize(kind, n, count, count, rows, length) for n, count in counts]
         prefills = {
-            n: limit if n == last else min(limit, n // TOKENS_PER_PREFILL) for n in self._tokens
+            n: limit if n == last else min(limit, max(1, n // TOKENS_PER_PREFILL))
+            for n in self._tokens
         }
         return [GraphSize(kind, n, min(limit, n), prefills[n], n, length) for n in self._tokens]
 

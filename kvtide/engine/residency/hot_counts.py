@@ -1,8 +1,9 @@
 """How often selected entries were hot: counted on the device, read without stalling a step.
 
-Forward passes count hits and misses on the device (`HotBuffers.counts`). A copy of the counts is
-queued behind a step, at most one a second. It has long arrived when the next one is queued, and is
-what reports say until then. An engine without requests has no step to stall, and reads at once.
+Forward passes count hits, misses and gathered entries on the device (`HotBuffers.counts`). A copy
+of the counts is queued behind a step, at most one a second. It has long arrived when the next one
+is queued, and is what reports say until then. An engine without requests has no step to stall, and
+reads at once.
 """
 
 from __future__ import annotations
@@ -21,22 +22,25 @@ SAMPLE_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class HotPoolCounts:
-    """Of one hot pool, since the start: selected entries by layer, found on the device or not.
+    """Of one hot pool, since the start: selected entries by layer.
 
-    entry_bytes  what a miss copies from the host
+    hits, misses  found in a hot row, and swapped in to one
+    gathered      read from the host for a prefill chunk, which has no hot row to find them in
+    entry_bytes   what one copies from the host
     """
 
     hits: Mapping[int, int]
     misses: Mapping[int, int]
+    gathered: Mapping[int, int]
     entry_bytes: int
 
     @property
     def swapped_bytes(self) -> int:
-        return sum(self.misses.values()) * self.entry_bytes
+        return (sum(self.misses.values()) + sum(self.gathered.values())) * self.entry_bytes
 
     @property
     def hit_rate(self) -> float | None:
-        """None before the first selection."""
+        """Of hot rows; None before the first selection."""
         hits = sum(self.hits.values())
         total = hits + sum(self.misses.values())
         return hits / total if total else None
@@ -54,7 +58,7 @@ class HotCounts:
         self._buffers, self._staging, self._clock = buffers, staging, clock
         self._queued: Callable[[], list[Tensor]] | None = None
         self._queued_s = -SAMPLE_S
-        self.last = {name: _counted(hot, hot.counts.new_zeros(0, 2)) for name, hot in self._hot()}
+        self.last = {name: _counted(hot, hot.counts.new_zeros(0, 3)) for name, hot in self._hot()}
 
     def sample(self) -> None:
         """Queue a copy, unless one was queued within the last second; does not block."""
@@ -87,9 +91,9 @@ class HotCounts:
 
 def _counted(hot: HotBuffers, counts: Tensor) -> HotPoolCounts:
     """Zeros where there are no rows."""
-    rows = counts.tolist() or [(0, 0)] * len(hot.pool.layers)
-    hits, misses = (
+    rows = counts.tolist() or [(0, 0, 0)] * len(hot.pool.layers)
+    hits, misses, gathered = (
         {layer: int(row[column]) for layer, row in zip(hot.pool.layers, rows, strict=True)}
-        for column in (0, 1)
+        for column in range(3)
     )
-    return HotPoolCounts(hits, misses, hot.pool.entry.bytes)
+    return HotPoolCounts(hits, misses, gathered, hot.pool.entry.bytes)

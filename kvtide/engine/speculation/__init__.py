@@ -14,6 +14,7 @@ engine without speculation, at any temperature.
 `model_drafter`   drafts by a draft model (EAGLE3, MTP) over the target's pages
 `draft_graphs`    the passes of a draft model as CUDA graphs
 `draft_length`    how many drafts a request gets
+`round_prices`    what a round costs on this device, measured in the engine's steps
 `saved_states`    running states as they were before the drafts
 `accept_lengths`  what verify steps gave, by the origin of a prefix; `accept_guard` compares origins
 `speculation`     the parts together, as the engine calls them

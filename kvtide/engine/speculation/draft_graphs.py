@@ -22,7 +22,7 @@ from torch import Tensor
 from kvtide.engine.graphs.graph_capture import GraphCapture, Wait, no_wait
 from kvtide.engine.graphs.graph_inputs import GraphInputs, GraphKind, GraphRow, GraphSize
 from kvtide.engine.graphs.step_graphs import View, lengths
-from kvtide.engine.sampler import COLUMNS, Limits, sample_columns
+from kvtide.engine.sampling.sampler import COLUMNS, Limits, sample_columns
 from kvtide.engine.speculation.drafter import DraftLimits
 from kvtide.engine.staging import Staging
 from kvtide.layers import Step

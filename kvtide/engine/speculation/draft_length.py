@@ -4,10 +4,13 @@ If a draft is accepted with probability p after an accepted one, k drafts add p 
 to a step. They cost k passes of the drafter and the rows of the verify step. The estimate of p is a
 moving average over the request's verified drafts; it begins with that of all requests.
 
-What rows cost is a constant, so that equal requests get equal drafts on all ranks and in all runs.
-A GPU reads the same weights for a few rows more. So does a CPU up to three rows; from four on its
-fp32 GEMM takes another routine, which is much slower. The constants are set for such machines, not
-measured where the engine runs; `kvtide bench speculate --only rows` shows how well they fit.
+What that costs is measured in the engine's own steps (`round_prices`), where the device is not a
+CPU: it depends on the model, the batch and the context. A GPU reads the same weights for a few rows
+more, but other experts and other selected entries. The first drafts go by constants.
+
+On a CPU, whose cores have other work, all costs are constants. It reads the same weights for up to
+three rows; from four on its fp32 GEMM takes another routine, which is much slower. `kvtide bench
+speculate --only rows` shows how well they fit.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from __future__ import annotations
 from weakref import WeakKeyDictionary
 
 from kvtide.engine.request import Request
+from kvtide.engine.speculation.round_prices import RoundPrices, StepRows
 
 EWMA_DECAY = 0.9
 """The weight of what is known already, per verified draft."""
@@ -23,7 +27,9 @@ TRIAL_TOKENS = 32
 HOPE = 0.8
 """The estimate of p before any draft was verified."""
 GPU_ROW = 0.05
-"""What a draft's row costs on a GPU, in decode steps, whatever the batch."""
+"""What a draft's row costs on a GPU until rounds are timed, in decode steps. A round of three
+drafts then costs 1.36, between a dense 8B model's at batch 1 and at 64 (`kvtide bench speculate
+--device cuda --only rounds`)."""
 CPU_ROW = 0.05
 """What a row more costs on a CPU, in decode steps of one request."""
 CPU_FEW_ROWS, CPU_JUMP = 3, 0.55
@@ -31,7 +37,8 @@ CPU_FEW_ROWS, CPU_JUMP = 3, 0.55
 
 
 def verify_cost(device: str, batch: int, drafts: int) -> float:
-    """A verify step with so many drafts for each request of a batch, in decode steps of it."""
+    """A verify step with so many drafts for each request of a batch, in decode steps of it, by
+    constants."""
     if device != "cpu":
         return 1 + GPU_ROW * drafts
     return _cpu_step(batch * (1 + drafts)) / _cpu_step(batch)
@@ -53,25 +60,54 @@ class _Estimate:
 
 
 class DraftLength:
-    """`longest`: drafts at the most; always as many if `fixed`. `cost`: of a drafter's pass.
-    `batch`: how many requests decode. Every rank sees the same outcomes, and decides the same."""
+    """`longest`: drafts at the most; always as many if `fixed`. `cost`: of a drafter's pass, by
+    constants. `prices`: what was measured; None where constants hold. Every rank sees the same
+    outcomes and prices, and decides the same."""
 
-    def __init__(self, longest: int, cost: float, device: str, *, fixed: bool = False) -> None:
+    def __init__(
+        self,
+        longest: int,
+        cost: float,
+        device: str,
+        *,
+        fixed: bool = False,
+        prices: RoundPrices | None = None,
+    ) -> None:
         self.longest, self._cost, self._fixed = longest, cost, fixed
-        self._device, self.batch = device, 1
+        self._device, self._batch, self._prices = device, 1, prices
+        self._costs = self._round_costs()
         self._all = _Estimate(HOPE, 0)
         self._of: WeakKeyDictionary[Request, _Estimate] = WeakKeyDictionary()
+
+    def ran(self, step: StepRows, running: int) -> None:
+        """The host has the tokens of a step, while so many requests run."""
+        if self._prices is not None and self._prices.ran(step, max(1, running)):
+            self._costs = self._round_costs()
+        self.decide_for(running)
+
+    def decide_for(self, running: int) -> None:
+        """So many requests are in the next step."""
+        before, self._batch = self._batch, max(1, running)
+        if self._batch != before:
+            self._costs = self._round_costs()
 
     def of(self, request: Request) -> int:
         """How many drafts the request should have now: what pays, or one for a trial."""
         length = self.paying(request)
-        if length == 0 and request.length - self._estimate(request).tried_at >= TRIAL_TOKENS:
-            return 1
-        return length
+        tried = request.length - self._estimate(request).tried_at < TRIAL_TOKENS
+        if length or tried or self._waits_for_price:
+            return length
+        return 1
 
     def paying(self, request: Request) -> int:
         """How many drafts pay."""
-        return self.longest if self._fixed else self._best(self._estimate(request).chance)
+        if self._fixed:
+            return self.longest
+        return 0 if self._waits_for_price else self._best(self._estimate(request).chance)
+
+    @property
+    def _waits_for_price(self) -> bool:
+        return self._prices is not None and self._prices.wants_plain(self._batch)
 
     def _estimate(self, request: Request) -> _Estimate:
         known = self._of.get(request)
@@ -89,11 +125,19 @@ class DraftLength:
     def _best(self, chance: float) -> int:
         """The number of drafts with the most tokens per cost of a step."""
         best, best_rate, tokens, power = 0, 1.0, 1.0, 1.0
-        for count in range(1, self.longest + 1):
+        for count, cost in enumerate(self._costs, 1):
             power *= chance
             tokens += power
-            verify = verify_cost(self._device, self.batch, count)
-            rate = tokens / (verify + self._cost * count)
-            if rate > best_rate:
-                best, best_rate = count, rate
+            if tokens / cost > best_rate:
+                best, best_rate = count, tokens / cost
         return best
+
+    def _round_costs(self) -> list[float]:
+        """Of one draft and more, in decode steps."""
+        counts = range(1, self.longest + 1)
+        if self._prices is None:
+            return [self._assumed_cost(count) for count in counts]
+        return [self._prices.cost(self._batch, count, self._assumed_cost) for count in counts]
+
+    def _assumed_cost(self, drafts: int) -> float:
+        return verify_cost(self._device, self._batch, drafts) + self._cost * drafts

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
@@ -79,8 +79,17 @@ class Drafter(Protocol):
         """A step of these chunks has run, and its tokens are sampled and accepted. `propose` with
         the same wishes follows."""
 
+    def captured(self, output: StepOutput, number: int) -> Callable[[], list[Tensor]] | None:
+        """What a step's chunk of this number captured of its last token, to be read once the
+        device has computed it: for the engine that goes on with the request. None on ranks that
+        leave it to another."""
+
     def resume(self, request: Request) -> None:
         """All of the prompt's state is there, the draft's too, and none of it was computed here."""
+
+    def extend_resumed(self, wishes: Sequence[DraftWish], captured: Sequence[Tensor]) -> None:
+        """Extend over the last token of such prompts, with a row of what was captured for each.
+        `propose` with the same wishes follows."""
 
     def draft_behind(self, step: UnreadStep, wishes: Sequence[DraftWish]) -> UnreadDrafts | None:
         """Draft behind a verify step before the host knows what was accepted; None where that is
@@ -119,8 +128,15 @@ class TokenDrafter:
     ) -> None:
         """The requests have their tokens."""
 
+    def captured(self, output: StepOutput, number: int) -> Callable[[], list[Tensor]] | None:
+        """Drafts depend on tokens alone."""
+        return None
+
     def resume(self, request: Request) -> None:
         """The request has its tokens."""
+
+    def extend_resumed(self, wishes: Sequence[DraftWish], captured: Sequence[Tensor]) -> None:
+        """The requests have their tokens."""
 
     def draft_behind(self, step: UnreadStep, wishes: Sequence[DraftWish]) -> UnreadDrafts | None:
         """Drafts depend on tokens that the host knows."""

@@ -30,13 +30,7 @@ from kvtide.engine.page_tables import Numbers, Table, TableVersion, batch_tables
 from kvtide.engine.rank_topology import RankTopology
 from kvtide.engine.request import Request
 from kvtide.engine.runner import StepOutput
-from kvtide.engine.sampler import (
-    COLDEST,
-    SamplingInput,
-    is_greedy,
-    sample_all,
-    sampling_columns,
-)
+from kvtide.engine.sampling.sampler import SamplingInput, sample_all, sampling_columns
 from kvtide.engine.speculation.draft_graphs import DraftGraphRow, DraftGraphs
 from kvtide.engine.speculation.drafter import DraftLimits, DraftWish, UnreadDrafts, UnreadStep
 from kvtide.engine.staging import Staging
@@ -169,17 +163,39 @@ class ModelDrafter:
         if self._graphs is not None and not behind:
             self._launched = self._launch(self.model, self._graphs, rows, output.captured, wishes)
             return
-        extended = list(rows.values())
-        hidden = self._forward_captured(self.model, extended, output.captured)
-        end = 0
-        for row in extended:
+        self._extend(self.model, list(rows.values()), output.captured)
+
+    def _extend(self, draft: DraftModel, rows: Sequence[DraftRow], captured: Tensor) -> None:
+        """A pass over the rows outside of graphs."""
+        hidden, end = self._forward_captured(draft, rows, captured), 0
+        for row in rows:
             end += len(row.tokens)
             reached = row.position + len(row.tokens)
             self._extended[row.lease] = _Extended(reached, hidden[end - 1 : end])
 
+    def captured(self, output: StepOutput, number: int) -> Callable[[], list[Tensor]] | None:
+        if self.model is None or not self._topology.is_logits_rank:
+            return None
+        _, end, _ = output.span(number)
+        return self._staging.read_back([output.captured[end - 1 : end]])
+
     def resume(self, request: Request) -> None:
-        """The next step's tokens are the first to extend over."""
+        """The next step's tokens are the first to extend over, or the prompt's last one once more:
+        then drafts come before that step."""
         self._extended[request.held] = _Extended(request.computed, None)
+
+    def extend_resumed(self, wishes: Sequence[DraftWish], captured: Sequence[Tensor]) -> None:
+        if self.model is None:
+            return
+        states = torch.cat([*captured])
+        rows = {
+            request: DraftRow(request.held, request.computed - 1, request.tokens[-1:], number)
+            for number, (request, _) in enumerate(wishes)
+        }
+        if self._graphs is not None:
+            self._launched = self._launch(self.model, self._graphs, rows, states, wishes)
+        else:
+            self._extend(self.model, list(rows.values()), states)
 
     def _row(self, request: Request, first: int, end: int, past: int) -> DraftRow | None:
         """What is new to the draft of the step's rows [first, end) after `past` tokens."""
@@ -265,7 +281,7 @@ class ModelDrafter:
     def _columns(self, request: Request, *, behind: bool = False) -> NDArray[np.float64] | None:
         """How the request's drafts are sampled; None if greedily. `behind`: a token that is not
         read yet comes first, and up to as many drafts as there may be behind it."""
-        if request.params.sampling.temperature < COLDEST:
+        if request.params.sampling.is_cold:
             return None
         assert self.model is not None and self._graphs is not None, "they are drafted here"
         vocabulary = self.model.vocabulary
@@ -318,7 +334,7 @@ class ModelDrafter:
     def _sampled(self, draft: DraftModel, active: Sequence[_Drafting], logits: Tensor) -> Tensor:
         """The next draft of each, with the noise of the target's tokens."""
         vocabulary = draft.vocabulary
-        if all(is_greedy(each.request.params.sampling) for each in active):
+        if all(each.request.params.sampling.is_greedy for each in active):
             best = logits.argmax(-1)
             return best if vocabulary is None else vocabulary[best]
         if vocabulary is not None:

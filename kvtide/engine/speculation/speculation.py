@@ -3,9 +3,11 @@ then `extend` and `propose`; or `draft_behind` before the host has read what was
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -17,7 +19,7 @@ from kvtide.engine.grammar.step_masks import cut_drafts
 from kvtide.engine.graphs.graph_capture import GraphCapture
 from kvtide.engine.request import Request
 from kvtide.engine.runner import StepOutput, UnreadTokens
-from kvtide.engine.sampler import SampledToken
+from kvtide.engine.sampling.sampler import SampledToken
 from kvtide.engine.scheduler import Scheduler
 from kvtide.engine.speculation.accept_guard import AcceptGuard
 from kvtide.engine.speculation.accept_lengths import AcceptLengths
@@ -29,11 +31,14 @@ from kvtide.engine.speculation.drafter import (
     UnreadDrafts,
     UnreadStep,
 )
+from kvtide.engine.speculation.round_prices import RoundPrices, StepRows
 from kvtide.engine.speculation.saved_states import SavedStates
 from kvtide.engine.staging import Staging
 
 MAX_DRAFTS = 16
 """Drafts of a request in a step, at the most."""
+CONSTANT_COSTS = ("cpu",)
+"""Devices whose steps are not timed to choose the number of drafts."""
 
 
 class VerifiedChunk(NamedTuple):
@@ -45,15 +50,27 @@ class VerifiedChunk(NamedTuple):
     ended: bool
 
 
+class _Resumed(NamedTuple):
+    """A lease behind a prompt that a peer has computed, and what that `captured` of the last
+    token."""
+
+    lease: Lease
+    captured: Tensor
+
+
 class Speculation:
     """`lengths`: what verify steps gave. `guard`: compares them by origin, where a draft
-    model keeps state in pages: here, or on the last stage."""
+    model keeps state in pages: here, or on the last stage.
+
+    hidden  a hidden state of the target, (1, …)
+    """
 
     def __init__(
         self,
         cache: TieredCache,
         scheduler: Scheduler,
         drafter: Drafter,
+        hidden: Tensor,
         draft_tokens: int,
         *,
         fixed_drafts: bool = False,
@@ -63,25 +80,38 @@ class Speculation:
         self.guard = AcceptGuard(drafter.writes) if drafter.writes else None
         self._scheduler = scheduler
         self._drafter = drafter
-        self._draft_length = DraftLength(
-            draft_tokens, drafter.cost, cache.config.torch_device.type, fixed=fixed_drafts
-        )
         self._states = SavedStates(cache)
+        self._draft_length = self._draft_lengths(cache, drafter.cost, draft_tokens, fixed_drafts)
         self._staging = Staging(cache.config.torch_device)
         self._wishes: list[DraftWish] = []
         self._leases: dict[Request, Lease] = {}
         self._behind = False
+        self._hidden = hidden
+        self._captured: WeakKeyDictionary[Request, Callable[[], list[Tensor]]] = WeakKeyDictionary()
+        self._resumed: dict[Request, _Resumed] = {}
+
+    def _draft_lengths(
+        self, cache: TieredCache, cost: float, draft_tokens: int, fixed: bool
+    ) -> DraftLength:
+        device = cache.config.torch_device.type
+        prices = None
+        if device not in CONSTANT_COSTS and not fixed:
+            prices = RoundPrices(cache.agreement, self._verify_rows(draft_tokens))
+        return DraftLength(draft_tokens, cost, device, fixed=fixed, prices=prices)
 
     @property
     def verify_rows(self) -> int:
-        """Tokens of a request in a verify step, at the most: its last token and its drafts. Where
-        running states are put back, accepted tokens are computed again beside them."""
-        again = self._draft_length.longest if self._states.needed else 0
-        return 1 + self._draft_length.longest + again
+        """Tokens of a request in a verify step, at the most."""
+        return self._verify_rows(self._draft_length.longest)
 
-    def use_graphs(self, capture: GraphCapture, max_sequences: int, hidden: Tensor) -> None:
-        """Steps run as CUDA graphs; `hidden` is a hidden state of the target."""
-        limits = DraftLimits(max_sequences, self._draft_length.longest, hidden)
+    def _verify_rows(self, drafts: int) -> int:
+        """The last token and the drafts. Where running states are put back, accepted tokens are
+        computed again beside them."""
+        return 1 + drafts + (drafts if self._states.needed else 0)
+
+    def use_graphs(self, capture: GraphCapture, max_sequences: int) -> None:
+        """Steps run as CUDA graphs."""
+        limits = DraftLimits(max_sequences, self._draft_length.longest, self._hidden)
         self._drafter.use_graphs(capture, limits)
 
     def warm_up(self, longest: int) -> None:
@@ -139,25 +169,72 @@ class Speculation:
     ) -> None:
         """A step's tokens are sampled and accepted: the drafter writes its own state of them, and
         begins to draft for requests that decode next, unless it drafts behind them already."""
-        self._draft_length.batch = max(1, len(self._scheduler.running))
+        self._keep_captured(chunks, output)
+        self._draft_length.ran(_rows_of(chunks, output), len(self._scheduler.running))
         if self._behind:
             self._behind = False
             worth = {request for request in decoding if self._worth_drafts(request)}
             self._wishes = [wish for wish in self._wishes if wish.request in worth]
             self._drafter.extend(chunks, output, ())
             return
-        self._wishes = []
-        for request in decoding:
-            if request.params.speculate:
-                wanted = self.wanted(request) if self._worth_drafts(request) else 0
-                if count := self._scheduler.slots_for_drafts(request, wanted) if wanted else 0:
-                    self._wishes.append(DraftWish(request, count))
-        self._leases = {wish.request: wish.request.held for wish in self._wishes}
+        self._wish_for(decoding)
         self._drafter.extend(chunks, output, self._wishes)
 
-    def resume(self, request: Request) -> None:
-        """A peer has computed the prompt, with the draft's state of it."""
+    def _wish_for(self, decoding: Iterable[Request]) -> None:
+        """Note how many drafts each of these may have, and take slots for them."""
+        self._draft_length.decide_for(len(self._scheduler.running))
+        self._wishes = []
+        for request in decoding:
+            wanted = self.wanted(request) if self._worth_drafts(request) else 0
+            if count := self._scheduler.slots_for_drafts(request, wanted) if wanted else 0:
+                self._wishes.append(DraftWish(request, count))
+        self._leases = {wish.request: wish.request.held for wish in self._wishes}
+
+    def _keep_captured(self, chunks: Sequence[ScheduledChunk], output: StepOutput) -> None:
+        """Of prompts that are handed over: what the target captured of their last token."""
+        for number, chunk in enumerate(chunks):
+            request = chunk.request
+            handed_over = request.params.handoff_to is not None and self.writes(request)
+            if handed_over and chunk.end == len(request.params.tokens):
+                read = self._drafter.captured(output, number)
+                if read is not None:
+                    self._captured[request] = read
+
+    def captured(self, request: Request) -> Callable[[], bytes] | None:
+        """What the target captured of the last token of a prompt that is handed over."""
+        read = self._captured.pop(request, None)
+        if read is None:
+            return None
+        return lambda: read()[0].flatten().view(torch.uint8).numpy().tobytes()
+
+    def resume(self, request: Request, captured: bytes) -> None:
+        """A peer has computed the prompt, with the draft's state of it, and `captured` its last
+        token: without that, there are drafts behind the first step only."""
         self._drafter.resume(request)
+        width = self._hidden.shape[-1] * len(self._drafter.captures)
+        shape = *self._hidden.shape[:-1], width
+        if len(captured) == math.prod(shape) * self._hidden.itemsize:
+            numbers = torch.from_numpy(np.frombuffer(captured, np.int32).copy())
+            row = self._staging.upload(numbers).view(self._hidden.dtype).view(shape)
+            self._resumed[request] = _Resumed(request.held, row)
+
+    def draft_resumed(self) -> None:
+        """Before a step is scheduled: give requests that resume behind their prompt their first
+        drafts. If its prefix is still loading, a request waits, or takes part without any."""
+        ready = dict[Request, Tensor]()
+        for request, (lease, captured) in list(self._resumed.items()):
+            is_first = request.length == len(request.params.tokens) + 1
+            if not lease.loading or request.lease is not lease or not is_first:
+                del self._resumed[request]
+                if request.lease is lease and is_first:
+                    ready[request] = captured
+        if not ready:
+            return
+        self._wish_for(ready)
+        captured_rows = [ready[request] for request, _ in self._wishes]
+        if captured_rows:
+            self._drafter.extend_resumed(self._wishes, captured_rows)
+            self.propose()
 
     @property
     def can_draft_behind(self) -> bool:
@@ -224,8 +301,9 @@ class Speculation:
 
     def take_unread(self) -> Tensor | None:
         """Give the requests `unread_draft`s of this tensor on the device, for a step that is
-        launched before `propose`; None where the host has to propose first."""
-        unread = self._drafter.unread if self._wishes else None
+        launched before `propose`; None where the host has to propose first, for these or for a
+        request that resumes behind its prompt."""
+        unread = self._drafter.unread if self._wishes and not self._resumed else None
         if unread is None:
             return None
         for request, limit in self._wishes:
@@ -263,6 +341,11 @@ class Speculation:
     def _worth_drafts(self, request: Request) -> bool:
         """Not while more tokens are to be computed again than drafts could win."""
         return request.length - request.computed - 1 <= self._draft_length.longest
+
+
+def _rows_of(chunks: Sequence[ScheduledChunk], output: StepOutput) -> StepRows:
+    rows = [output.token_count(number) for number in range(len(chunks))]
+    return StepRows(rows, sum(len(chunk.drafts) for chunk in chunks))
 
 
 def _unread_drafts(unread: UnreadDrafts, request: Request, count: int) -> tuple[int, ...]:

@@ -29,7 +29,7 @@ torch reference.
 | `moe_experts` | grouped GEMM of experts | `moe_experts` |
 | `moe_routing` | top-k experts and their weights | `moe_routing` |
 | `norms` | RMS norm, layer norm, residual add, GLU | `layers/elementwise` |
-| `sampling` | greedy argmax, and sampling from candidates | `engine/sampler` |
+| `sampling` | greedy argmax, and sampling from candidates | `engine/sampling/sampler` |
 | `host_copy` | small copies between host and device | `Tensor.copy_` |
 | `elementwise` | device functions of single elements | `layers/elementwise` |
 | `query_blocks` | blocks of new tokens, for kernels that take several | — |

@@ -33,14 +33,23 @@ _CONVERSIONS = {torch.float8_e4m3fn: _E4M3, torch.bfloat16: _BF16}
 
 def kv_write(run: ForwardPass, place: Place, entries: Mapping[str, Tensor]) -> Fields:
     """Writes one entry per token, and returns entries as `packing.unpack` would."""
+    assert place.pool.tokens_per_entry == 1, f"pool {place.pool.name}: an entry is not one token"
     kept = {name: _output_like(place, name, value) for name, value in entries.items()}
-    _write(run, place, entries, kept)
+    view = run.step.view(place.pool.name, place.layer)
+    if place.pool.entry.encoding is Encoding.JOINED:
+        _launch_joined(run, place, view, entries["kv"], kept["kv"])
+        return kept
+    scales = place.pool.entry.scales
+    vectors = []
+    for name, value in entries.items():
+        scale = view[scales[name].name] if name in scales else None
+        back = kept[name]
+        vectors.append(
+            _VectorArguments.of(value, view[name], scale, None if back is value else back)
+        )
+    for first in range(0, len(vectors), 2):
+        _launch_vectors(run, place, vectors[first], vectors[min(first + 1, len(vectors) - 1)])
     return kept
-
-
-def kv_write_only(run: ForwardPass, place: Place, entries: Mapping[str, Tensor]) -> None:
-    """As `kv_write`, without returning entries."""
-    _write(run, place, entries, {})
 
 
 def _output_like(place: Place, name: str, value: Tensor) -> Tensor:
@@ -50,26 +59,6 @@ def _output_like(place: Place, name: str, value: Tensor) -> Tensor:
     if value.dtype is dtype and field in place.pool.entry.fields:
         return value
     return torch.empty(value.shape, dtype=dtype, device=value.device)
-
-
-def _write(
-    run: ForwardPass, place: Place, entries: Mapping[str, Tensor], kept: Mapping[str, Tensor]
-) -> None:
-    assert place.pool.tokens_per_entry == 1, f"pool {place.pool.name}: an entry is not one token"
-    view = run.step.view(place.pool.name, place.layer)
-    if place.pool.entry.encoding is Encoding.JOINED:
-        _launch_joined(run, place, view, entries["kv"], kept.get("kv"))
-        return
-    scales = place.pool.entry.scales
-    vectors = []
-    for name, value in entries.items():
-        scale = view[scales[name].name] if name in scales else None
-        back = kept.get(name)
-        vectors.append(
-            _VectorArguments.of(value, view[name], scale, None if back is value else back)
-        )
-    for first in range(0, len(vectors), 2):
-        _launch_vectors(run, place, vectors[first], vectors[min(first + 1, len(vectors) - 1)])
 
 
 def bits(field: Tensor) -> Tensor:
@@ -138,17 +127,16 @@ def _launch_vectors(
 
 
 def _launch_joined(
-    run: ForwardPass, place: Place, view: Mapping[str, Tensor], value: Tensor, back: Tensor | None
+    run: ForwardPass, place: Place, view: Mapping[str, Tensor], value: Tensor, back: Tensor
 ) -> None:
     batch, value = run.batch, value if value.stride(-1) == 1 else value.contiguous()
     slots = batch.slots[place.anchor]
     fields = joined_fields(view)
     _write_joined[(len(value),)](
         *(batch.rows, batch.owners, slots, slots.stride(0)),
-        *(bits(value), value.stride(0), value if back is None else back),
+        *(bits(value), value.stride(0), back),
         *fields,
         PAGE_TOKENS=run.step.page_tokens,
-        BACK=back is not None,
         **joined_shape(place),
         num_warps=1,
     )
@@ -395,7 +383,7 @@ def store_joined(  # type: ignore[no-untyped-def]
 def _write_joined(  # type: ignore[no-untyped-def]
     rows, owners, slots, stride_slots_row, values, stride_value_token, back, nope, rope, scale, pad,
     nope_strides, rope_strides, scale_strides, pad_strides,
-    PAGE_TOKENS: tl.constexpr, BACK: tl.constexpr, NOPE: tl.constexpr, ROPE: tl.constexpr,
+    PAGE_TOKENS: tl.constexpr, NOPE: tl.constexpr, ROPE: tl.constexpr,
     PAD: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr,
 ):
     token = tl.program_id(0)
@@ -407,8 +395,7 @@ def _write_joined(  # type: ignore[no-untyped-def]
     stored = store_joined(
         widened(vector), slot, entry_index, nope, rope, scale, pad, nope_strides,
         rope_strides, scale_strides, pad_strides, NOPE, ROPE, PAD, GROUP, GROUPS)
-    if BACK:
-        tl.store(back + token.to(tl.int64) * (NOPE + ROPE) + offs, stored, mask=in_width)
+    tl.store(back + token.to(tl.int64) * (NOPE + ROPE) + offs, stored, mask=in_width)
 
 
 @triton.jit  # type: ignore[untyped-decorator]

@@ -37,29 +37,36 @@ class QueryBlocks:
 
 
 def query_blocks(
-    run: ForwardPass,
-    block_tokens: int,
-    *,
-    rows: tuple[int, int] | None = None,
-    include_decode: bool = True,
+    run: ForwardPass, block_tokens: int, *, rows: tuple[int, int] | None = None
 ) -> QueryBlocks:
-    """Blocks of up to `block_tokens` tokens, of these rows of the step, or of all.
+    """Blocks of up to `block_tokens` tokens, of these rows of the step, or of all."""
+    return _blocks(run, block_tokens, rows, min_tokens=1)
 
-    `include_decode`: sequences with one new token have a block too.
-    """
+
+def prefill_blocks(
+    run: ForwardPass, block_tokens: int, *, rows: tuple[int, int] | None = None
+) -> QueryBlocks:
+    """The same, of sequences with several new tokens alone."""
+    return _blocks(run, block_tokens, rows, min_tokens=2)
+
+
+def _blocks(
+    run: ForwardPass, block_tokens: int, rows: tuple[int, int] | None, min_tokens: int
+) -> QueryBlocks:
     lo, hi = rows or (0, len(run.positions))
-    key = ("query_blocks", block_tokens, lo, hi, include_decode)
-    return run.shared(key, lambda: _divide(run.batch, block_tokens, lo, hi, include_decode))
+    key = ("query_blocks", block_tokens, lo, hi, min_tokens)
+    return run.shared(key, lambda: _divide(run.batch, block_tokens, lo, hi, min_tokens))
 
 
-def _divide(batch: Batch, block_tokens: int, lo: int, hi: int, include_decode: bool) -> QueryBlocks:
+def _divide(batch: Batch, block_tokens: int, lo: int, hi: int, min_tokens: int) -> QueryBlocks:
     sequences = len(batch.rows)
     # The last block of every sequence may be smaller.
-    max_blocks = (hi - lo) // block_tokens + (sequences if include_decode else batch.bounds.prompts)
+    last_blocks = sequences if min_tokens == 1 else batch.bounds.prompts
+    max_blocks = (hi - lo) // block_tokens + last_blocks
     table, first_blocks = batch.rows.new_empty((max_blocks, 3)), batch.rows.new_empty(sequences)
     _divide_rows[(divided_up(max_blocks, _BLOCKS_PER_CTA),)](
         *(batch.rows, table, first_blocks, sequences, max_blocks, lo, hi),
-        MIN_TOKENS=1 if include_decode else 2,
+        MIN_TOKENS=min_tokens,
         BLOCK_TOKENS=block_tokens,
         BLOCK_SEQUENCES=SEQUENCES_AT_ONCE,
         BLOCK=_BLOCKS_PER_CTA,

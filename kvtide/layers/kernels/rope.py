@@ -37,12 +37,21 @@ ROUNDED = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """The model's dtype as a constant of `rounded`."""
 
 
-def rope(x: Tensor, cos_sin: Tensor, eps: float | None = None, *, back: bool = False) -> Tensor:
+def rope(x: Tensor, cos_sin: Tensor, eps: float | None = None) -> Tensor:
     """Rotates the last dimensions of every head of x (tokens, heads, dim), in place.
 
-    cos_sin  (tokens, 2, pairs), fp32: cos and sin; `back`: the inverse rotation
-    eps    of an RMS norm over each head before the rotation; None: no norm
+    cos_sin  (tokens, 2, pairs), fp32: cos and sin
+    eps      of an RMS norm over each head before the rotation; None: no norm
     """
+    return _rotated(x, cos_sin, eps, inverse=False)
+
+
+def rope_back(x: Tensor, cos_sin: Tensor) -> Tensor:
+    """Undoes `rope`, in place."""
+    return _rotated(x, cos_sin, None, inverse=True)
+
+
+def _rotated(x: Tensor, cos_sin: Tensor, eps: float | None, inverse: bool) -> Tensor:
     tokens, heads, dim = x.shape
     assert x.stride(-1) == 1 and cos_sin.is_contiguous()
     pairs = cos_sin.shape[-1]
@@ -56,7 +65,7 @@ def rope(x: Tensor, cos_sin: Tensor, eps: float | None = None, *, back: bool = F
         DIM=dim,
         PAIRS=pairs,
         NORM=eps is not None,
-        INVERSE=back,
+        INVERSE=inverse,
         ROUNDED=ROUNDED[x.dtype],
         ROWS=rows,
         COLUMNS=columns,

@@ -7,7 +7,7 @@
 `_sample_candidates`  grid (rows,): top-k, min-p and top-p over sorted candidates, then Gumbel-max
 `_mask_tile`          grid (masks, tiles of columns): -inf where a row's mask has no bit
 
-Torch reference: `engine/sampler.py`, `_greedy`, `_sample_rows` and `_sample_candidates`;
+Torch reference: `engine/sampling/sampler.py`, `_greedy`, `_sample_rows` and `_sample_candidates`;
 `engine/grammar/token_mask.py`, `mask_logits`.
 Surprising: `sample_candidates` returns -1 where candidates after the given ones could matter.
 Noise is computed in fp64: in fp32 improbable tokens would share few values.

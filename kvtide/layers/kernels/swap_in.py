@@ -142,7 +142,9 @@ class _Call:
         arena, host, words = self._words()
         splits = min(divided_up(entries, _MIN_SPLIT), CTAS)
         _load_wanted[(len(batch.rows), splits)](
-            *(arena, host, hot.wanted, *self._tables()), **shape, **words
+            *(arena, host, hot.wanted, *self._tables(), hot.counts, hot.number(self.place.layer)),
+            **shape,
+            **words,
         )
 
     def move(self) -> None:
@@ -244,17 +246,17 @@ def _offsets(  # type: ignore[no-untyped-def]
 
 @kernel(  # type: ignore[untyped-decorator]
     "rows", "tables", "stride_table", "host_tables", "stride_host_table", "hot_rows",
-    "stride_hot_rows",
+    "stride_hot_rows", "layer",
 )
 def _load_wanted(  # type: ignore[no-untyped-def]
     arena, host, wanted, rows, tables, stride_table, host_tables, stride_host_table, hot_rows,
-    stride_hot_rows,
+    stride_hot_rows, counts, layer,
     ROWS: tl.constexpr, ENTRIES: tl.constexpr, ROW_ENTRIES: tl.constexpr,
     FIRST_GATHER: tl.constexpr, PAGE: tl.constexpr, RATIO: tl.constexpr,
     ARENA_STRIDE: tl.constexpr, HOST_STRIDE: tl.constexpr, WORDS: tl.constexpr,
     LANES: tl.constexpr, BLOCK: tl.constexpr,
 ):
-    """The marked entries of a split of a context; afterwards none is marked."""
+    """Loads and counts the marked entries of a split of a context; afterwards none is marked."""
     sequence, column = tl.program_id(0), tl.arange(0, BLOCK)
     tables += sequence * stride_table
     host_tables += sequence * stride_host_table
@@ -264,11 +266,13 @@ def _load_wanted(  # type: ignore[no-untyped-def]
     split = tl.cdiv(past, tl.num_programs(1))
     first = tl.program_id(1) * split
     last = tl.minimum(first + split, past)
+    loaded = tl.zeros([BLOCK], tl.int32)
     for at in range(0, (last - first) * WORDS, BLOCK):
         entry, word = first + (at + column) // WORDS, (at + column) % WORDS
         page = tl.load(tables + entry // PAGE, mask=entry < last, other=-1)
         target = page * PAGE + entry % PAGE
         is_wanted = tl.load(wanted + target - FIRST_GATHER * PAGE, mask=page >= 0, other=0) > 0
+        loaded += (is_wanted & (word == 0)).to(tl.int32)
         page = tl.load(host_tables + entry // PAGE, mask=is_wanted, other=-1)
         source = page * PAGE + entry % PAGE
         mask = (is_wanted & (page >= 0))[:, None]
@@ -280,6 +284,7 @@ def _load_wanted(  # type: ignore[no-untyped-def]
         page = tl.load(tables + entry // PAGE, mask=entry < last, other=-1)
         place = page * PAGE + entry % PAGE - FIRST_GATHER * PAGE
         tl.store(wanted + place, column * 0, mask=page >= 0)
+    tl.atomic_add(counts + 3 * layer + 2, tl.sum(loaded, 0).to(tl.int64), sem="relaxed")
 
 
 @kernel(  # type: ignore[untyped-decorator]

@@ -229,7 +229,7 @@ def plan_rows(  # type: ignore[no-untyped-def]
     _swap_row(
         selected, located, choices, past, total, tables,
         host_tables + sequence * stride_host_table, held, used, now,
-        marks + row.to(tl.int64) * stride_marks, counts + 2 * layer, sources, targets,
+        marks + row.to(tl.int64) * stride_marks, counts + 3 * layer, sources, targets,
         misses + layer, freed + sequence.to(tl.int64) * ENTRIES,
         new_slots + start + (new + 1) * RATIO - 1 - past_tokens, new,
         (hot_row * ROW_ENTRIES).to(tl.int32), ENTRIES, PAGE, ONE_TILE, BLOCK_B, BLOCK_C)

@@ -122,7 +122,7 @@ class _Pages:
         found = plan(self.held, self.used, selected, self.past, self.total, int(hot.clock))
         self.held.copy_(found.held)
         self.used.copy_(found.used)
-        hot.counts[self.layer] += hot.counts.new_tensor([found.hits, len(found.misses)])
+        hot.counts[self.layer, :2] += hot.counts.new_tensor([found.hits, len(found.misses)])
         self._load(found.misses.long(), self.first_slot + found.slots)
         self._keep(found.new.long(), found.new_slots)
         slots = torch.nonzero(torch.isin(found.held, selected)).squeeze(1)
@@ -133,6 +133,7 @@ class _Pages:
     def gather(self, selected: Tensor) -> Tensor:
         """Reads what is selected into the step's pages; the last new entries become hot."""
         earlier = selected[selected < self.past]
+        self.hot.counts[self.layer, 2] += len(earlier)
         where = self._of(earlier, self.step_table)
         self._load(earlier, where)
         stale = self.held >= self.past

@@ -103,7 +103,7 @@ def test_graphs_that_are_launched_ahead_and_accept_on_the_device(
     reference(name, target)  # It has no graphs.
     use_torch_graphs(monkeypatch, target)
     if seed % 2:
-        monkeypatch.setattr("kvtide.engine.sampler.CANDIDATES", 2)
+        monkeypatch.setattr("kvtide.engine.sampling.sampler.CANDIDATES", 2)
     run = ConstrainedGraphRun(name, pairs(name), seed, tmp_path)
     run.play(24 if everything() else 7)
     run.check()
@@ -173,7 +173,7 @@ def test_a_batch_gives_the_texts_of_requests_alone(
     running = [engine.submit(params) for params in mixture()]
     while not engine.idle:
         engine.step()
-        states.add(engine.overlap_state)
+        states.add(engine.overlap.state)
     assert [(one.output, one.finish) for one in running] == wanted
     assert check_texts(running) > 0
     assert (OverlapState.LAUNCHED in states) == launches

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+
+from torch import Tensor
 
 from kvtide.engine.chunks import ScheduledChunk
 from kvtide.engine.graphs.graph_capture import GraphCapture
@@ -72,8 +74,14 @@ class ConsistentDrafter:
     ) -> None:
         self._inner.extend(chunks, output, wishes)
 
+    def captured(self, output: StepOutput, number: int) -> Callable[[], list[Tensor]] | None:
+        return self._inner.captured(output, number)
+
     def resume(self, request: Request) -> None:
         self._inner.resume(request)
+
+    def extend_resumed(self, wishes: Sequence[DraftWish], captured: Sequence[Tensor]) -> None:
+        self._inner.extend_resumed(wishes, captured)
 
     def draft_behind(self, step: UnreadStep, wishes: Sequence[DraftWish]) -> UnreadDrafts | None:
         drafts = self._inner.draft_behind(step, wishes)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 
-from kvtide.cache import CacheConfig, TieredCache, Tokens
+from kvtide.cache import CacheConfig, FetchPatience, TieredCache, Tokens
 from kvtide.engine import Engine, Request, RequestParams, SamplingParams
 from kvtide.engine.speculation.drafter import Drafter
 from kvtide.engine.speculation.model_drafter import ModelDrafter
@@ -20,6 +20,7 @@ from kvtide.models.draft_checkpoint import open_draft
 from kvtide.models.model import Decoder
 from kvtide.spec import Tier
 from kvtide.spec.families import KVDType
+from kvtide.storage import open_store
 from tests.engine.rank_serving import Grid, Place, Solo, text
 from tests.engine.speculation.drafting import ConsistentDrafter, Seen
 from tests.worlds import Scenario
@@ -28,7 +29,7 @@ PAGE, ANSWER = 16, 10
 ASKED = (text(5, 2 * PAGE), text(6, PAGE + 7), text(7, 5) * 6)
 """The last repeats itself, so that n-grams find something."""
 SAMPLING = SamplingParams(logprobs=1)
-DRAFTERS = ("ngram", "eagle3", "mtp")
+DRAFTERS = ("ngram", "eagle3", "mtp", "mtp-v4")
 
 Outputs = list[list[tuple[int, float]]]
 
@@ -43,7 +44,7 @@ def drafting(place: Place, kind: str) -> tuple[Decoder, DraftModel | None, tuple
         page_tokens=PAGE,
         kv_dtype=KVDType.FP32,
         deterministic=True,
-        mtp=kind == "mtp",
+        mtp=kind.startswith("mtp"),
         draft=draft,
         stage=place.topology.stage,
         stages=place.topology.stages,
@@ -52,47 +53,66 @@ def drafting(place: Place, kind: str) -> tuple[Decoder, DraftModel | None, tuple
     if draft is not None:
         captures = draft.captures(target.memory)
         return target, draft.build(target) if target.is_last else None, captures
-    if kind == "mtp":
+    if kind.startswith("mtp"):
         model = build_mtp(saved.config, saved.weights, target) if target.is_last else None
         return target, model, (target.memory.layers,)
     return target, None, ()
 
 
+class Life:
+    """A rank's engine that drafts, over a store. Drafts are compared with those of other lives."""
+
+    def __init__(self, place: Place, kind: str, seen: Seen) -> None:
+        target, draft, captures = drafting(place, kind)
+        config = CacheConfig(
+            Tokens(640),
+            Tokens(2560),
+            device="cpu",
+            tokens_per_checkpoint=32,
+            patience=FetchPatience("wait_complete", min_tokens=1),
+        )
+        self.cache = cache = TieredCache(target.memory, config, agreement=place.agreement())
+        folder = place.folder / "stored" / f"{kind}-{place.topology.stages}-{place.ranks}"
+        cache.storage.attach(open_store(f"file://{folder}?sync=never", cache.storage.space))
+        (vocabulary,) = cache.agreement.all_min([target.vocabulary])
+        inner: Drafter = NgramDrafter()
+        if kind != "ngram":
+            inner = ModelDrafter(draft, captures, cache, vocabulary, place.topology)
+        self._engine = Engine(
+            target,
+            cache,
+            chunk_tokens=32,
+            topology=place.topology,
+            drafter=ConsistentDrafter(inner, seen),
+            draft_tokens=3,
+            fixed_drafts=True,
+        )
+        guard, pools = self._engine.accept_guard, None if kind == "ngram" else ("draft",)
+        assert (None if guard is None else guard.pools) == pools
+
+    def answers(self, tier: Tier | None) -> Outputs:
+        """Some of their prefixes come from this tier."""
+        requests = [self._engine.submit(RequestParams(one, ANSWER, SAMPLING)) for one in ASKED]
+        while not self._engine.idle:
+            self._engine.step()
+        assert self.cache.drain(20) and self.cache.validate() == []
+        assert tier is None or any(request.by_tier.get(tier, 0) for request in requests)
+        return [_output(request) for request in requests]
+
+
 def served(place: Place, kind: str) -> tuple[Outputs, Seen]:
-    """Answers cold, from the device and from the host, and all drafts."""
-    target, draft, captures = drafting(place, kind)
-    sizes = Tokens(640), Tokens(2560)
-    config = CacheConfig(*sizes, device="cpu", tokens_per_checkpoint=32)
-    cache = TieredCache(target.memory, config, agreement=place.agreement())
-    (vocabulary,) = cache.agreement.all_min([target.vocabulary])
-    inner: Drafter = NgramDrafter()
-    if kind != "ngram":
-        inner = ModelDrafter(draft, captures, cache, vocabulary, place.topology)
-    drafter = ConsistentDrafter(inner, {})
-    engine = Engine(
-        target,
-        cache,
-        chunk_tokens=32,
-        topology=place.topology,
-        drafter=drafter,
-        draft_tokens=3,
-        fixed_drafts=True,
-    )
-    guard = engine.accept_guard
-    assert (None if guard is None else guard.pools) == (None if kind == "ngram" else ("draft",))
-    outputs: Outputs = []
-    for number in range(3):
-        requests = [engine.submit(RequestParams(one, ANSWER, SAMPLING)) for one in ASKED]
-        while not engine.idle:
-            engine.step()
-        outputs += [_output(request) for request in requests]
-        assert cache.drain(20) and cache.validate() == []
-        if number == 1:
-            cache.flush(Tier.DEVICE)
-    assert sum(one.by_tier.get(Tier.HOST, 0) for one in requests) > 0
-    assert drafter.seen, "nothing was drafted"
-    cache.close()
-    return outputs, drafter.seen
+    """Answers cold, from the device, from the host and, in another life, from storage; and all
+    drafts, which are the same wherever their pages came from. Windows are kept at a second try."""
+    seen: Seen = {}
+    life = Life(place, kind, seen)
+    outputs = life.answers(None) + life.answers(None) + life.answers(Tier.DEVICE)
+    life.cache.flush(Tier.DEVICE)
+    outputs += life.answers(Tier.HOST)
+    assert life.cache.close() and seen, "nothing was drafted"
+    life = Life(place, kind, seen)
+    outputs += life.answers(Tier.STORAGE)
+    assert life.cache.close()
+    return outputs, seen
 
 
 def _output(request: Request) -> list[tuple[int, float]]:

@@ -7,7 +7,7 @@ import pytest
 from kvtide.cache import CacheConfig, TieredCache, Tokens
 from kvtide.engine import Engine, RequestParams
 from kvtide.engine.overlap import OverlapState
-from kvtide.engine.sampler import SamplingParams
+from kvtide.engine.sampling.sampling_params import SamplingParams
 from kvtide.engine.speculation.model_drafter import ModelDrafter
 from kvtide.layers.backend.triton_ops import TritonOps
 from kvtide.models import build
@@ -56,7 +56,7 @@ def test_graphs_verify_and_draft_as_eager_steps_do(
         overlapped = set()
         while not engine.idle:
             engine.step()
-            overlapped.add(engine.overlap_state)
+            overlapped.add(engine.overlap.state)
         assert (OverlapState.LAUNCHED in overlapped) == graphs
         outputs.append([[one.token for one in request.output] for request in requests])
         kinds.append({kind for kind, count in engine.steps_by_kind.items() if count})

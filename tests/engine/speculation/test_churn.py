@@ -4,7 +4,7 @@ retractions and restarts.
 Every prompt has its accept length from an engine of its own, where it is computed. A request of the
 churn is compared with that of its prompt, so that the mix of prompts plays no part.
 
-`KVTIDE_LONG_TESTS` runs an hour's worth of it.
+`KVTIDE_LONG_TESTS` runs an hour's worth of it; the quick run has a little.
 """
 
 from __future__ import annotations
@@ -27,23 +27,34 @@ from tests.engine.speculation.lookup_pair import ANSWER, PAGE, LookupServer, alo
 
 KEPT = 0.98
 REQUESTS = 12_000 if os.environ.get("KVTIDE_LONG_TESTS") else 240
-RESTARTS = 8
-"""How often the engine is started again, over the same folder."""
-SIZES = (28 * PAGE, 40 * PAGE)
-"""Of device and host: three requests run, and a quarter of all prompts fits the host."""
 PRIORITIES = (0, 0, 0, 0, 1)
 Sabotage = Callable[[TieredCache], None]
 
 
-def _prompts() -> Iterator[tuple[int, ...]]:
+def _prompts(tables: int) -> Iterator[tuple[int, ...]]:
     """Tables; each with another key asked for, and with a first part of its answer."""
-    for one in walks(6, seed=8):
+    for one in walks(tables, seed=8):
         yield one.prompt
         yield (*one.prompt[:-1], one.answer[9])
         yield (*one.prompt, *one.answer[: PAGE // 2])
 
 
-PROMPTS = tuple(_prompts())
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """Three requests run, and a quarter of all prompts fits the host.
+
+    restarts  how often the engine is started again, over the same folder
+    """
+
+    requests: int
+    tables: int = 6
+    restarts: int = 8
+    device_pages: int = 28
+    host_pages: int = 40
+
+    @property
+    def prompts(self) -> tuple[tuple[int, ...], ...]:
+        return tuple(_prompts(self.tables))
 
 
 @cached
@@ -85,16 +96,20 @@ class Churn:
     seen   what happened, by name
     """
 
-    def __init__(self, folder: Path, seed: int, sabotage: Sabotage | None = None) -> None:
+    def __init__(
+        self, folder: Path, traffic: Traffic, seed: int = 1, sabotage: Sabotage | None = None
+    ) -> None:
         self.ended: list[Answered] = []
         self.seen: Counter[str] = Counter()
+        self._traffic, self._prompts = traffic, traffic.prompts
         self._folder, self._sabotage = folder, sabotage
         self._random = random.Random(seed)
         self._server = self._opened()
         self._open: list[Request] = []
 
-    def run(self, requests: int) -> None:
-        asked, per_engine = 0, requests // (RESTARTS + 1)
+    def run(self) -> None:
+        asked, requests = 0, self._traffic.requests
+        per_engine = requests // (self._traffic.restarts + 1)
         while asked < requests:
             while asked < requests and len(self._open) < 5:
                 self._submit()
@@ -119,14 +134,15 @@ class Churn:
         server.close()
 
     def _opened(self) -> LookupServer:
-        server = LookupServer(self._folder, sizes=SIZES)
+        pages = self._traffic.device_pages, self._traffic.host_pages
+        server = LookupServer(self._folder, sizes=(pages[0] * PAGE, pages[1] * PAGE))
         if self._sabotage is not None:
             self._sabotage(server.cache)
         return server
 
     def _submit(self) -> None:
         params = RequestParams(
-            self._random.choice(PROMPTS), ANSWER, priority=self._random.choice(PRIORITIES)
+            self._random.choice(self._prompts), ANSWER, priority=self._random.choice(PRIORITIES)
         )
         self._open.append(self._server.engine.submit(params))
 
@@ -203,15 +219,28 @@ def assert_kept(churn: Churn) -> None:
 
 @pytest.mark.full
 def test_the_accept_length_outlives_churn(tmp_path: Path) -> None:
-    churn = Churn(tmp_path, seed=1)
-    churn.run(REQUESTS)
+    churn = Churn(tmp_path, traffic := Traffic(REQUESTS))
+    churn.run()
     churn.close()
     assert_kept(churn)
     assert {one.origin for one in churn.ended} == set(PrefixOrigin)
-    seen, (_, host) = churn.seen, SIZES
-    assert min(seen["backup"], seen["load"], seen["fetched"]) > 4 * host // PAGE, "evictions"
-    assert min(seen["aborted"], seen["retracted"]) >= 5 and seen["restarted"] >= RESTARTS
+    seen = churn.seen
+    assert min(seen["backup"], seen["load"], seen["fetched"]) > 4 * traffic.host_pages, "evictions"
+    assert min(seen["aborted"], seen["retracted"]) >= 5 and seen["restarted"] >= traffic.restarts
     assert seen["readmitted"] >= seen["retracted"] // 2
+
+
+def test_the_accept_length_outlives_a_little_churn(tmp_path: Path) -> None:
+    traffic = Traffic(24, tables=2, restarts=2, device_pages=20, host_pages=16)
+    churn = Churn(tmp_path, traffic)
+    churn.run()
+    churn.close()
+    assert restored(churn.ended)["restored"] >= KEPT
+    seen = churn.seen
+    assert seen["backup"] > 2 * traffic.host_pages, "evictions"
+    assert min(seen["load"], seen["fetched"]) > 4, "whole prefixes"
+    assert min(seen["retracted"], seen["readmitted"]) > 0
+    assert seen["restarted"] == traffic.restarts
 
 
 def drop_drafts(cache: TieredCache) -> None:
@@ -222,8 +251,8 @@ def drop_drafts(cache: TieredCache) -> None:
 
 @pytest.mark.full
 def test_draft_pages_dropped_on_restore_are_noticed(tmp_path: Path) -> None:
-    churn = Churn(tmp_path, seed=1, sabotage=drop_drafts)
-    churn.run(54)
+    churn = Churn(tmp_path, Traffic(54), sabotage=drop_drafts)
+    churn.run()
     churn.close()
     with pytest.raises(AssertionError, match=r"of computed ones: {'restored': 0\.[2-7]"):
         assert_kept(churn)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from kvtide.cache import CacheConfig, TieredCache, Tokens
 from kvtide.engine.chunks import ScheduledChunk
 from kvtide.engine.runner import UnreadTokens
-from kvtide.engine.sampler import SampledToken
+from kvtide.engine.sampling.sampler import SampledToken
 from kvtide.engine.speculation.drafter import TokenDrafter
 from kvtide.engine.speculation.speculation import Speculation
 from kvtide.engine.staging import Staging
@@ -93,7 +93,7 @@ def test_a_request_that_ends_now_is_not_in_the_step_behind() -> None:
 def test_running_states_are_drafted_for_up_to_the_end_of_their_page() -> None:
     """A state is written where a step ends, wherever acceptance of the step before ended."""
     at = Desk(RECURRENT, pages=64)
-    assert not at.scheduler.launches_ahead, "the host reads before the next step"
+    assert at.scheduler.keeps_states, "the host reads before the next step"
     max_drafts = 0
     request = at.queue(1, answer=30)
     for length in range(PAGE + 2, 3 * PAGE + 2):
@@ -138,7 +138,8 @@ def test_the_host_reads_first_where_other_requests_may_be_in_the_step(why: str) 
 )
 def test_the_device_accepts_what_the_host_does(rows: list[tuple[list[int], list[int]]]) -> None:
     cache = TieredCache(FULL, CacheConfig(Tokens(PAGE), host_size=None))
-    speculation = Speculation(cache, None, TokenDrafter(), 4)  # type: ignore[arg-type]
+    drafter, hidden = TokenDrafter(), torch.zeros(1, 8)
+    speculation = Speculation(cache, None, drafter, hidden, 4)  # type: ignore[arg-type]
     chunks: list[Any] = []
     sampled: list[list[SampledToken]] = []
     for drafts, tokens in rows:

@@ -8,6 +8,7 @@ import pytest
 
 from kvtide.engine.speculation.draft_length import TRIAL_TOKENS, DraftLength, verify_cost
 from kvtide.engine.speculation.model_drafter import ModelDrafter
+from kvtide.engine.speculation.round_prices import StepRows
 
 
 class Asking:
@@ -49,9 +50,14 @@ def test_a_cpu_verifies_three_rows_for_little_more_than_one() -> None:
 def test_a_batch_on_a_cpu_has_its_few_rows_already() -> None:
     lengths, asking = DraftLength(3, ModelDrafter.cost, "cpu"), Asking()
     learned(lengths, asking, 1, 2)
-    lengths.batch = 2
+    lengths.ran(StepRows((1, 1), 0), 2)
     assert lengths.of(asking) == 0
     assert learned(lengths, asking, 3, 3) == 3  # Unless all are accepted.
+    lengths, asking = DraftLength(3, ModelDrafter.cost, "cpu"), Asking()
+    drafts = learned(lengths, asking, 1, 2)
+    for batch, wanted in ((2, 0), (1, drafts)):  # As requests resume, before a step of them.
+        lengths.decide_for(batch)
+        assert lengths.of(asking) == wanted
 
 
 def test_a_fixed_number_is_drafted_whatever_was_accepted() -> None:

@@ -119,7 +119,7 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return PAIRS[request.param](tmp_path_factory.mktemp("drafts"))
 
 
-@pytest.mark.quick(pair=["eagle3-falcon_h1", V4])
+@pytest.mark.quick(pair=["eagle3-falcon_h1"])
 @pytest.mark.parametrize("pair", PAIRS, indirect=True)
 def test_drafts_are_the_same_from_every_tier(pair: Pair) -> None:
     asked = prompts(4, 2 * PAGE, 3 * PAGE + 2, PAGE - 1)

@@ -28,7 +28,6 @@ from kvtide.engine.chunks import ScheduledChunk
 from kvtide.engine.grammar.grammar import Grammar
 from kvtide.engine.oracle import Oracle
 from kvtide.engine.runner import StepOutput
-from kvtide.engine.sampler import is_greedy
 from kvtide.engine.speculation.drafter import DraftWish, TokenDrafter
 from kvtide.engine.speculation.model_drafter import ModelDrafter
 from kvtide.models.draft import DraftModel
@@ -125,7 +124,7 @@ class InformedDrafter(TokenDrafter):
 
     def _compare(self, request: Request, drafts: tuple[int, ...]) -> None:
         sampling = request.params.sampling
-        if is_greedy(sampling) and sampling.repetition_penalty == 1.0:
+        if sampling.is_greedy and sampling.repetition_penalty == 1.0:
             before = self.seen.setdefault(tuple(request.tokens), drafts)
             self.compared += before is not drafts
             common = min(len(before), len(drafts))
@@ -300,7 +299,7 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return cached(lambda name: PAIRS[name](tmp_path_factory.mktemp("drafts")))
 
 
-@pytest.mark.quick(seed=range(2), name=["eagle3-gpt_oss", "qwen3_next-mtp"])
+@pytest.mark.quick(seed=[1], name=["qwen3_next-mtp"])
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("name", PAIRS)
 def test_all_that_is_asked_ends_and_is_right(

@@ -12,7 +12,7 @@ import torch
 from kvtide.cache import CacheConfig, TieredCache, Tokens
 from kvtide.engine import Engine, Request, RequestParams
 from kvtide.engine.overlap import OverlapState
-from kvtide.engine.sampler import SamplingParams
+from kvtide.engine.sampling.sampling_params import SamplingParams
 from kvtide.engine.speculation.drafter import DraftWish, UnreadDrafts, UnreadStep
 from kvtide.engine.speculation.model_drafter import ModelDrafter
 from kvtide.models import Model, build, build_mtp
@@ -61,7 +61,7 @@ def serve(engine: Engine, sampling: SamplingParams, *, speculate: bool) -> list[
     launched = set()
     while not engine.idle:
         engine.step()
-        launched.add(engine.overlap_state)
+        launched.add(engine.overlap.state)
     assert engine.cache.drain(30) and engine.cache.validate() == []
     assert not speculate or OverlapState.LAUNCHED in launched
     return requests

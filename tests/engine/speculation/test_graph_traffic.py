@@ -92,7 +92,7 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return cached(lambda name: PAIRS[name](tmp_path_factory.mktemp("drafts")))
 
 
-@pytest.mark.quick(seed=range(2), name=["eagle3-llama", "eagle3-gpt_oss", "qwen3_next-mtp"])
+@pytest.mark.quick(seed=range(2), name=["eagle3-llama", "qwen3_next-mtp"])
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("name", NAMES)
 def test_all_that_is_asked_ends_and_is_right(
@@ -102,7 +102,7 @@ def test_all_that_is_asked_ends_and_is_right(
     reference(name, target)  # It has no graphs.
     use_torch_graphs(monkeypatch, target)
     if seed % 2:  # Many tokens take a second look: the device knows another one.
-        monkeypatch.setattr("kvtide.engine.sampler.CANDIDATES", 2)
+        monkeypatch.setattr("kvtide.engine.sampling.sampler.CANDIDATES", 2)
     run = GraphRun(name, pairs(name), seed, tmp_path)
     run.play(run.rng.randrange(14, 24) // (1 if everything() else 2))
     run.check()
@@ -111,7 +111,7 @@ def test_all_that_is_asked_ends_and_is_right(
         assert run.drafter.behind > 4 and run.drafter.moved > 2
 
 
-@pytest.mark.quick
+@pytest.mark.quick(seed=[1])
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("name", ["eagle3-llama", "eagle3-gpt_oss"])
 def test_tokens_that_take_a_second_look_end_what_the_device_accepts(
@@ -121,7 +121,7 @@ def test_tokens_that_take_a_second_look_end_what_the_device_accepts(
     target, _ = pairs(name)
     reference(name, target)
     use_torch_graphs(monkeypatch, target)
-    monkeypatch.setattr("kvtide.engine.sampler.CANDIDATES", 2)
+    monkeypatch.setattr("kvtide.engine.sampling.sampler.CANDIDATES", 2)
     run = GraphRun(name, pairs(name), 4 * seed, tmp_path)
     run.drafter.chance = 1.0
     for number, temperature in enumerate((1.5, 1.5, 0.0)):

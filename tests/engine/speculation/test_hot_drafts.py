@@ -55,7 +55,7 @@ def swaps(monkeypatch: pytest.MonkeyPatch) -> list[Swap]:
     return seen
 
 
-@pytest.mark.quick(model=["deepseek_v32"], room=[0])
+@pytest.mark.quick(model=["deepseek_v32"], room=[0], errors=[0.3])
 @pytest.mark.parametrize("errors", [0.3, 1.0])
 @pytest.mark.parametrize("room", [0, 1, 1000])
 @pytest.mark.parametrize("model", FAMILIES)
@@ -92,7 +92,7 @@ def check_swaps(swaps: list[Swap], topk: int) -> None:
     assert any(len(swap.selected) > topk for swap in swaps), "never more than one query selects"
 
 
-@pytest.mark.quick(name=["deepseek_v32-mtp"])
+@pytest.mark.full
 @pytest.mark.parametrize("name", MTP)
 def test_next_token_layers_draft_alike_over_hot_and_resident_pools(name: str) -> None:
     """Also from the host: equal tokens get equal drafts, so that the accept length is the same."""

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from kvtide.engine import RequestParams, SamplingParams
+from kvtide.engine import Request, RequestParams, SamplingParams
 from kvtide.spec import Tier
 from kvtide.tiers import Layout
+from tests.engine.restarting import Life, Past
 from tests.engine.restoring import ALL_NAMES, FORMS, PAGE, Stand, alone
 from tests.engine.speculation.drafting import ErringDrafter
 from tests.models.tiny import VOCABULARY
@@ -29,29 +33,40 @@ def prompts(seed: int, *lengths: int) -> list[tuple[int, ...]]:
     ]
 
 
+def drafted(
+    family: str, asked: Sequence[tuple[int, ...]], sampling: SamplingParams, errors: float, n: int
+) -> dict[str, Any]:
+    """Options of a `Stand` whose drafter knows the answers, with errors."""
+    answers = {p: [t.token for t in alone(family, p, ANSWER, sampling)] for p in asked}
+    return {"drafter": ErringDrafter(answers, errors, seed=n), "draft_tokens": n}
+
+
+def answer_all(
+    stand: Stand, asked: Sequence[tuple[int, ...]], sampling: SamplingParams
+) -> list[Request]:
+    """All at once; the answers are those of an engine without drafts, to the last bit."""
+    requests = [stand.engine.submit(RequestParams(p, ANSWER, sampling)) for p in asked]
+    while not stand.engine.idle:
+        stand.engine.step()
+    assert stand.cache.validate() == []
+    for request in requests:
+        tokens = request.params.tokens
+        assert tuple(request.output) == alone(stand.family, tokens, ANSWER, sampling)
+    stand.served += requests
+    return requests
+
+
 def serve(family: str, sampling: SamplingParams, errors: float, drafts: int, chunk: int) -> Stand:
     """Prompts of whole pages and others; then again, from the host."""
     asked = prompts(3, 2 * PAGE, 3 * PAGE + 1, PAGE - 2)
-    answers = {p: [t.token for t in alone(family, p, ANSWER, sampling)] for p in asked}
-    drafter = ErringDrafter(answers, errors, seed=drafts)
-    stand = Stand(
-        family,
-        chunk_tokens=chunk,
-        layouts=(Layout.LAYER_FIRST, Layout.PAGE_FIRST_DIRECT),
-        drafter=drafter,
-        draft_tokens=drafts,
-    )
+    drafting = drafted(family, asked, sampling, errors, drafts)
+    layouts = (Layout.LAYER_FIRST, Layout.PAGE_FIRST_DIRECT)
+    stand = Stand(family, chunk_tokens=chunk, layouts=layouts, **drafting)
     for _ in range(2):
-        requests = [stand.engine.submit(RequestParams(p, ANSWER, sampling)) for p in asked]
-        while not stand.engine.idle:
-            stand.engine.step()
-        assert stand.cache.validate() == []
-        for request in requests:
-            assert tuple(request.output) == alone(family, request.params.tokens, ANSWER, sampling)
-        stand.served += requests
+        answer_all(stand, asked, sampling)
         stand.settle()
         stand.cache.flush(Tier.DEVICE)
-    assert drafter.proposed > 0
+    assert drafting["drafter"].proposed > 0
     return stand
 
 
@@ -63,6 +78,22 @@ def test_every_family_answers_as_without(family: str) -> None:
     assert lengths is not None and lengths.accepted and lengths.rejected
     assert stand.loads and stand.found[Tier.HOST]
     stand.end()
+
+
+@pytest.mark.quick(family=["falcon_h1", "deepseek_v4"])
+@pytest.mark.parametrize("family", ALL_NAMES)
+def test_every_family_answers_as_without_after_a_restart(family: str, tmp_path: Path) -> None:
+    """The second life goes on from the first one's answers: accepted drafts are in their pages."""
+    asked, past = prompts(3, 2 * PAGE, 3 * PAGE + 1, PAGE - 2), Past(f"file://{tmp_path}")
+    for turn in range(2):
+        drafting = drafted(family, asked, SAMPLED, errors=0.25, n=5)
+        life = Life(family, past, chunk_tokens=64, **drafting)
+        answered = answer_all(life, asked, SAMPLED)
+        lengths = life.engine.accept_lengths
+        assert lengths is not None and lengths.accepted and lengths.rejected
+        assert (life.found[Tier.STORAGE] > 0) == (turn > 0)
+        asked = [tuple(request.tokens) for request in answered]
+        life.end()
 
 
 @pytest.mark.quick(family=["llama", "gpt_oss", "falcon_h1"])

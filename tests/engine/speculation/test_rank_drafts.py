@@ -18,7 +18,7 @@ from tests.models.tiny import oracle
 from tests.models.tiny_eagle3 import tiny_eagle3
 from tests.worlds import check, play
 
-MTP = "deepseek_v3-mtp"
+MTP = {"mtp": "deepseek_v3-mtp", "mtp-v4": tiny_mtp.V4}
 
 
 @pytest.fixture(scope="module")
@@ -29,10 +29,12 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
         oracle("llama").save_pretrained(folder / "models" / name)
     config = json.loads((folder / "models" / "eagle3" / "config.json").read_text())
     tiny_eagle3(config, folder / "models" / "draft", captures=(0, 1, 1))
-    (folder / "models" / "mtp").mkdir()
-    (folder / "models" / "mtp" / "config.json").write_text(json.dumps(tiny_mtp.config(MTP)))
-    tensors = {name: each.contiguous() for name, each in tiny_mtp.weights(MTP).items()}
-    save_file(tensors, folder / "models" / "mtp" / "model.safetensors")
+    for kind, name in MTP.items():
+        saved = folder / "models" / kind
+        saved.mkdir()
+        (saved / "config.json").write_text(json.dumps(tiny_mtp.config(name)))
+        tensors = {key: each.contiguous().clone() for key, each in tiny_mtp.weights(name).items()}
+        save_file(tensors, saved / "model.safetensors")
     torch.save(rank_drafting.expected(folder), folder / "expected")
     return folder
 

@@ -152,7 +152,7 @@ def test_of_equals_the_first_is_taken(
         assert torch.equal(found, mask)
 
 
-@pytest.mark.quick
+@pytest.mark.quick(count=[7])
 @pytest.mark.usefixtures("_unscored_is_worst")
 @pytest.mark.parametrize("count", [1, 7])
 @pytest.mark.parametrize("step", STEPS)

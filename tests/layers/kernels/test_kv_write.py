@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvtide.layers import ForwardPass, Place, Rows, Step
-from kvtide.layers.kernels.kv_write import kv_write, kv_write_only
+from kvtide.layers.kernels.kv_write import kv_write
 from kvtide.layers.reference import kv_write as reference
 from kvtide.spec import DType, Entry, Field, ModelMemory, PoolSpec
 from kvtide.spec.families.pool_parts import KVDType, by_head, packed, scaled
@@ -89,9 +89,6 @@ class Keeping:
         run = ForwardPass(Step(at, at, self.rows, PAGE, buffers.view, lambda layer: None))
         if how == "kv_write":
             return block, kv_write(run, self.place, values)
-        if how == "kv_write_only":
-            kv_write_only(run, self.place, values)
-            return block, {}
         return block, reference.kv_write(run, self.place, values)
 
 
@@ -126,12 +123,3 @@ def test_bytes_are_those_of_packing(
         assert_same(value, wanted_back[part])
     if not extreme:
         assert torch.equal(found, wanted), "a byte outside of the fields"
-
-
-@pytest.mark.parametrize("name", ["joined", "scaled, a short group, beside a plain one"])
-def test_the_same_is_written_without_returning_it(name: str, device: torch.device) -> None:
-    keeping = Keeping(ENTRIES[name], device)
-    values = keeping.values(torch.bfloat16, extreme=False)
-    assert torch.equal(
-        keeping.kept("kv_write_only", values)[0], keeping.kept("kv_write", values)[0]
-    )

@@ -30,7 +30,7 @@ STEPS: list[list[Chunk]] = [
 ]
 
 
-@pytest.mark.quick
+@pytest.mark.quick(kv=[KVDType.FP8])
 @pytest.mark.parametrize("kv", [KVDType.FP32, KVDType.FP8], ids=lambda kind: kind.value)
 def test_latents(kv: KVDType, device: torch.device) -> None:
     entry = scaled("latent", 32, kv, Field("rope", (ROTATED,), kv.unpacked))
@@ -47,7 +47,7 @@ def test_latents(kv: KVDType, device: torch.device) -> None:
         world.end(run, chunks)
 
 
-@pytest.mark.quick
+@pytest.mark.quick(kv=[KVDType.FP8])
 @pytest.mark.parametrize("kv", [KVDType.FP32, KVDType.FP8], ids=lambda kind: kind.value)
 def test_compressed_entries_beside_a_window(kv: KVDType, device: torch.device) -> None:
     entry = packed(DIM, ROTATED, kv)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kvtide.layers.forward import ForwardPass
-from kvtide.layers.kernels.query_blocks import query_blocks
+from kvtide.layers.kernels.query_blocks import prefill_blocks, query_blocks
 from kvtide.layers.step import Batch, Bounds, Step
 
 STEPS = {
@@ -57,11 +57,12 @@ def test_blocks_are_those_of_the_sequences(
     owners = torch.zeros(total, dtype=torch.int32, device=device)
     batch = Batch(torch.tensor(rows, dtype=torch.int32, device=device), owners, {}, bounds)
     run = ForwardPass(Step(owners, owners, (), 16, dict, print, batch))
-    found = query_blocks(run, tokens, rows=part, include_decode=singles)
+    divide = query_blocks if singles else prefill_blocks
+    found = divide(run, tokens, rows=part)
     wanted = cut(counts, tokens, part or (0, total), singles)
     table = found.table.tolist()
     assert [tuple(one) for one in table[: len(wanted)]] == wanted
     assert all(number == -1 and first >= end for number, first, end in table[len(wanted) :])
     before = [sum(number < one for number, *_ in wanted) for one in range(len(counts))]
     assert found.first_blocks.tolist() == before
-    assert query_blocks(run, tokens, rows=part, include_decode=singles) is found
+    assert divide(run, tokens, rows=part) is found

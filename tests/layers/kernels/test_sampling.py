@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvtide.engine import sampler
-from kvtide.engine.sampler import SamplingInput, SamplingParams, sampling_columns
+from kvtide.engine.sampling import sampler
+from kvtide.engine.sampling.sampler import SamplingInput, sampling_columns
+from kvtide.engine.sampling.sampling_params import SamplingParams
 from kvtide.layers.kernels import sampling
 from kvtide.layers.kernels.sampling import greedy, sample_rows
 

@@ -46,9 +46,12 @@ _FEW_COLUMNS = 256
 """Columns of the dot for few queries (tokens times heads), at most; a quarter in fp32."""
 TILE = 4096
 """Scores per tile of the selection, or MIN_TILES_OF_TOP_K times top-k if that is more."""
-MIN_TILES_OF_TOP_K = 4
+MIN_TILES_OF_TOP_K = 8
+_MAX_TILE_WARPS = 8
 _MIN_TILE = 1024
 """Scores per tile where no query sees more."""
+_QUERY_FACTOR = tl.constexpr(2.0**60)
+"""Of queries over keys that are 2⁻¹²⁰ times as large as stored, so that no product underflows."""
 
 
 def select_entries(
@@ -126,6 +129,8 @@ def score_entries(
         BLOCK_D=max(MIN_ROWS, power_of_two(dim)),
         BLOCK_N=tile_keys,
         TOKENS=tokens,
+        # Inline PTX; the interpreter has the plain conversion.
+        FAST_UNPACK=scales is not None and queries.is_cuda and queries.dtype == torch.bfloat16,
         num_warps=4 if few else 8,
         num_stages=3 if few and (tokens > 1 or scales is None) else 2,
     )
@@ -156,7 +161,7 @@ def _select(
             SCORED=max_visible > count,
             BLOCK=tile,
             BLOCK_K=power_of_two(count),
-            num_warps=max(4, min(16, tile // 512)),
+            num_warps=max(4, min(_MAX_TILE_WARPS, tile // 512)),
         )
         numbers, scores, width = found, values, tiles * count
 
@@ -173,21 +178,54 @@ def _tiles_per_round(entries: int, tile: int, count: int) -> Iterator[int]:
 
 
 # fmt: off
+@triton.jit
+def _shifted_e4m3(values):  # type: ignore[no-untyped-def]
+    """Values in e4m3 as bf16, 2⁻¹²⁰ times as large: their bits, moved to their places in bf16."""
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .b32 low, high, sign;
+        prmt.b32 low, $2, 0, 0x1404;
+        prmt.b32 high, $2, 0, 0x3424;
+        and.b32 sign, low, 0x80008000;
+        shr.u32 low, low, 4;
+        lop3.b32 $0, low, 0x07F007F0, sign, 0xEA;
+        and.b32 sign, high, 0x80008000;
+        shr.u32 high, high, 4;
+        lop3.b32 $1, high, 0x07F007F0, sign, 0xEA;
+        }""",
+        "=r,=r,r", [values.to(tl.uint8, bitcast=True)], dtype=tl.bfloat16, is_pure=True, pack=4)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _load_queries(  # type: ignore[no-untyped-def]
+    queries, row, mask, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, FAST_UNPACK: tl.constexpr,
+):
+    """A tile of queries, one per row, as large as `_load_keys` wants them."""
+    dim = tl.arange(0, BLOCK_D)
+    mask = mask[:, None] & (dim < HEAD_DIM)[None, :]
+    query = tl.load(queries + row[:, None] * HEAD_DIM + dim[None, :], mask=mask, other=0.0)
+    return (query.to(tl.float32) * _QUERY_FACTOR).to(query.dtype) if FAST_UNPACK else query
+
+
 @triton.jit  # type: ignore[untyped-decorator]
 def _load_keys(  # type: ignore[no-untyped-def]
-    keys, scales, slot, within, queries,
-    KEY_STRIDES: tl.constexpr, SCALED: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    keys, scales, slot, within, queries, KEY_STRIDES: tl.constexpr, SCALED: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, FAST_UNPACK: tl.constexpr,
 ):
-    """A tile of keys, one per row, and the scales of their scores."""
+    """A tile of keys, one per row, and the scales of their scores. `slot` is that of each key, or
+    of all of them."""
     offsets = slot.to(tl.int64) * KEY_STRIDES[0] + within * KEY_STRIDES[1]
-    dim, valid = tl.arange(0, BLOCK_D), slot >= 0
+    dim, valid = tl.arange(0, BLOCK_D), (slot >= 0) & (within >= 0)
     mask = valid[:, None] & (dim < HEAD_DIM)[None, :]
     key = tl.load(keys + offsets[:, None] + dim[None, :], mask=mask, other=0.0)
-    factor = tl.full(slot.shape, 1.0, tl.float32)
+    factor = tl.full(within.shape, 1.0, tl.float32)
     if SCALED:
         # Scales have four bytes, elements of keys one.
         factor = tl.load(scales + offsets // 4, mask=valid, other=0.0)
-    return key.to(queries.dtype.element_ty), factor
+    if FAST_UNPACK:
+        return _shifted_e4m3(key), factor * _QUERY_FACTOR
+    else:
+        return key.to(queries.dtype.element_ty), factor
 
 
 @kernel(  # type: ignore[untyped-decorator]
@@ -198,7 +236,7 @@ def _score_decode(  # type: ignore[no-untyped-def]
     stride_weights, stride_scores, first,
     KEY_STRIDES: tl.constexpr, SCALED: tl.constexpr, PAGE: tl.constexpr,
     RATIO: tl.constexpr, HEADS: tl.constexpr, BLOCK_H: tl.constexpr, HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, TOKENS: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, TOKENS: tl.constexpr, FAST_UNPACK: tl.constexpr,
 ):
     """Scores of a block of few queries, all at once, over a split of their entries."""
     block, splits = tl.program_id(1), tl.num_programs(0)
@@ -210,12 +248,11 @@ def _score_decode(  # type: ignore[no-untyped-def]
     hi = lo + 1 if TOKENS == 1 else tl.load(blocks + block * 3 + 2)
     position_offset = tl.load(rows + 3 * sequence + 2) - tl.load(rows + 3 * sequence)
     visible = (position_offset + hi) // RATIO
-    row, dim, cols = tl.arange(0, TOKENS * BLOCK_H), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_N)
+    row, cols = tl.arange(0, TOKENS * BLOCK_H), tl.arange(0, BLOCK_N)
     token, head, block_tokens = lo + row // BLOCK_H, row % BLOCK_H, lo + tl.arange(0, TOKENS)
     row_valid = (head < HEADS) & (token < hi)
     query_row = token.to(tl.int64) * HEADS + head
-    mask = row_valid[:, None] & (dim < HEAD_DIM)[None, :]
-    query = tl.load(queries + query_row[:, None] * HEAD_DIM + dim[None, :], mask=mask, other=0.0)
+    query = _load_queries(queries, query_row, row_valid, HEAD_DIM, BLOCK_D, FAST_UNPACK)
     weight = weights + token.to(tl.int64) * stride_weights + head
     weight = tl.load(weight, mask=row_valid, other=0.0).to(tl.float32)
     # Entries that each query sees: none of those behind the block's end.
@@ -224,14 +261,19 @@ def _score_decode(  # type: ignore[no-untyped-def]
     score_rows = scores + (block_tokens - first).to(tl.int64)[None, :] * stride_scores
     split_entries = tl.cdiv(tl.cdiv(visible, BLOCK_N), splits) * BLOCK_N
     begin = tl.program_id(0) * split_entries
-    pages, entry = block_tables + sequence * stride_table, begin + cols
-    slot = tl.load(pages + entry // PAGE, mask=entry < visible, other=-1)
+    pages = block_tables + sequence * stride_table
+    # One slot serves a tile that lies within a page.
+    paged = begin if PAGE % BLOCK_N == 0 else begin + cols
+    slot = tl.load(pages + paged // PAGE, mask=paged < visible, other=-1)
     for start_n in range(begin, tl.minimum(begin + split_entries, visible), BLOCK_N):
         entry = start_n + cols
+        within = start_n % PAGE + cols if PAGE % BLOCK_N == 0 else entry % PAGE
         key, factor = _load_keys(
-            keys, scales, slot, entry % PAGE, queries, KEY_STRIDES, SCALED, HEAD_DIM, BLOCK_D)
-        # Prefetch: the slots of the next tile, before this one is used.
-        slot = tl.load(pages + (entry + BLOCK_N) // PAGE, mask=entry + BLOCK_N < visible, other=-1)
+            keys, scales, slot, within, queries, KEY_STRIDES, SCALED, HEAD_DIM, BLOCK_D,
+            FAST_UNPACK)
+        # Prefetch: the slot of the next tile, before this one is used.
+        paged += BLOCK_N
+        slot = tl.load(pages + paged // PAGE, mask=paged < visible, other=-1)
         qk = tl.dot(key, tl.trans(query), input_precision="ieee")
         qk = tl.maximum(qk, 0.0) * weight[None, :]
         score = tl.sum(tl.reshape(qk, [BLOCK_N, TOKENS, BLOCK_H]), 2) * factor[:, None]
@@ -246,7 +288,7 @@ def _score_prefill(  # type: ignore[no-untyped-def]
     stride_weights, stride_scores, first,
     KEY_STRIDES: tl.constexpr, SCALED: tl.constexpr, PAGE: tl.constexpr,
     RATIO: tl.constexpr, HEADS: tl.constexpr, BLOCK_H: tl.constexpr, HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, TOKENS: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, TOKENS: tl.constexpr, FAST_UNPACK: tl.constexpr,
 ):
     """Scores of a block of queries, some at a time, over one tile of entries."""
     block = blocks + 3 * tl.program_id(1)
@@ -258,20 +300,19 @@ def _score_prefill(  # type: ignore[no-untyped-def]
     if first_entry >= visible:
         return
     row = tl.arange(0, TOKENS * BLOCK_H)
-    dim, entry = tl.arange(0, BLOCK_D), first_entry + tl.arange(0, BLOCK_N)
+    entry = first_entry + tl.arange(0, BLOCK_N)
     token, head, next_tokens = row // BLOCK_H, row % BLOCK_H, tl.arange(0, TOKENS)
     slot = tl.load(
         block_tables + sequence * stride_table + entry // PAGE, mask=entry < visible, other=-1)
     key, factor = _load_keys(
-        keys, scales, slot, entry % PAGE, queries, KEY_STRIDES, SCALED, HEAD_DIM, BLOCK_D)
+        keys, scales, slot, entry % PAGE, queries, KEY_STRIDES, SCALED, HEAD_DIM, BLOCK_D,
+        FAST_UNPACK)
     # The first query that sees an entry of this tile.
     lo = tl.maximum(lo, (first_entry + 1) * RATIO - 1 - position_offset)
     for at in range(lo, hi, TOKENS):
         query_row = ((at + token) * HEADS + head).to(tl.int64)
         row_valid = (head < HEADS) & (at + token < hi)
-        mask = row_valid[:, None] & (dim < HEAD_DIM)[None, :]
-        query = tl.load(
-            queries + query_row[:, None] * HEAD_DIM + dim[None, :], mask=mask, other=0.0)
+        query = _load_queries(queries, query_row, row_valid, HEAD_DIM, BLOCK_D, FAST_UNPACK)
         weight = weights + (at + token).to(tl.int64) * stride_weights + head
         weight = tl.load(weight, mask=row_valid, other=0.0).to(tl.float32)
         qk = tl.dot(key, tl.trans(query), input_precision="ieee")

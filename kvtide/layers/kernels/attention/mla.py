@@ -181,8 +181,8 @@ def mla_attention(
     visible_keys = visible if selected is None else min(visible, selected.shape[1])
     split = SplitKV.of(queries, rank, busy_blocks * head_tiles, tile_rows, visible_keys)
     table = batch.slots[place.anchor]
-    # Larger tiles need shared memory that gathering, unpacking or few rows do not leave.
-    large = tile_rows == TILE_ROWS and selected is None and scales is None
+    # Larger tiles need shared memory: of gathered latents, those in eight bits leave it.
+    large = tile_rows == TILE_ROWS and (selected is None) is (scales is None)
     _attend_latents[(len(blocks) * head_tiles, split.count)](
         *(queries, latent, latent if scales is None else scales, rope),
         *(split.partial_out, split.partial_stats),

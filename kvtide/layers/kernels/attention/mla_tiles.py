@@ -194,7 +194,7 @@ def _combine_splits(  # type: ignore[no-untyped-def]
     partial_out, partial_stats, out, rows, splits,
     BLOCK_SPLITS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
 ):
-    """The output of a token and head: its splits, weighted by their share of the softmax sum."""
+    """The output of a token and head: its splits, weighted by their part of the softmax sum."""
     row = tl.program_id(0).to(tl.int64)
     offs_d, offs_split = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_SPLITS)
     stats = partial_stats + 2 * (offs_split.to(tl.int64) * rows + row)

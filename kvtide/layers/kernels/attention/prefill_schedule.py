@@ -23,7 +23,7 @@ from torch import Tensor
 from kvtide.layers.forward import ForwardPass
 from kvtide.layers.kernels.grid import SEQUENCES_AT_ONCE, sm_count
 from kvtide.layers.kernels.jit import kernel
-from kvtide.layers.kernels.query_blocks import query_blocks
+from kvtide.layers.kernels.query_blocks import prefill_blocks, query_blocks
 
 MIN_TILES = 8
 """Tiles of a split, at least."""
@@ -55,7 +55,7 @@ def schedule_blocks(
     record for every block and one behind the last: its first tile among those of one KV head, its
     sequence, first row and end row, and the sequence's first row, end row and context length.
     """
-    blocks = query_blocks(run, tokens, include_decode=short).table
+    blocks = (query_blocks if short else prefill_blocks)(run, tokens).table
 
     def scheduled() -> Tensor:
         schedule = blocks.new_empty((len(blocks) + 2, RECORD.value))

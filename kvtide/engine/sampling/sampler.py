@@ -29,62 +29,13 @@ from torch import Tensor
 
 from kvtide.engine.device_kernels import DeviceKernels
 from kvtide.engine.grammar.token_mask import RowMask, apply_masks
+from kvtide.engine.sampling.sampling_params import GREEDY, SamplingParams
 from kvtide.engine.staging import Staging
-
-COLDEST = 1e-3
-"""Lower temperatures are greedy: other probabilities underflow."""
 
 CANDIDATES = 1024
 """Tokens of a row that are sorted first."""
 
-MAX_BIAS = 100
-"""Enough to force or to ban a token."""
-
 _UNDECIDED = -1
-
-
-@dataclass(frozen=True, slots=True)
-class SamplingParams:
-    """The usual parameters. A temperature of 0 is greedy.
-
-    logprobs    how many top tokens are reported beside the sampled one
-    logit_bias  tokens, and what is added to their logits
-    """
-
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    seed: int = 0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    logprobs: int = 0
-    logit_bias: tuple[tuple[int, float], ...] = ()
-
-    def problem(self) -> str | None:
-        """What is out of range, in a sentence; None if nothing is."""
-        ranges = {
-            "temperature": (0.0, 100.0),
-            "top_p": (0.0, 1.0),
-            "top_k": (0, math.inf),
-            "min_p": (0.0, 1.0),
-            "presence_penalty": (-100.0, 100.0),
-            "frequency_penalty": (-100.0, 100.0),
-            "repetition_penalty": (0.01, 100.0),
-            "logprobs": (0, math.inf),
-        }
-        for name, (low, high) in ranges.items():
-            value = getattr(self, name)
-            if not low <= value <= high:
-                return f"{name} is {value}; use a number from {low:g} to {high:g}"
-        for token, bias in self.logit_bias:
-            if not abs(bias) <= MAX_BIAS:
-                return f"logit_bias of token {token} is {bias}; use a number from -100 to 100"
-        return None
-
-
-GREEDY = SamplingParams()
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +63,7 @@ class SamplingInput(NamedTuple):
     @property
     def is_greedy(self) -> bool:
         """The token is the argmax of the model's own logits."""
-        return self.mask is None and is_greedy(self.sampling)
+        return self.mask is None and self.sampling.is_greedy
 
     @property
     def number(self) -> int:
@@ -141,9 +92,16 @@ class SamplingBatch:
     def tokens(self) -> Tensor:
         return self._facts[:, 0].clamp(min=0).long()
 
+    @property
+    def certain(self) -> bool:
+        """The candidates decide every row: `read` gives the tokens that the device has. Only ties
+        of as many logits as there are candidates break this."""
+        vocabulary = self._logits.shape[1]
+        return not any(_may_leave_more(each.sampling, vocabulary) for each in self._inputs)
+
     def keep_logits(self) -> None:
         """Keep them for `read`: a step launched before it overwrites the output buffer."""
-        if any(_is_limited(each.sampling) for each in self._inputs):
+        if any(each.sampling.is_limited for each in self._inputs):
             self._logits = self._logits.clone()
 
     def read(self) -> list[SampledToken]:
@@ -205,16 +163,10 @@ def _sampled(
     return facts
 
 
-def is_greedy(sampling: SamplingParams) -> bool:
-    """Greedy, without penalties and biases."""
-    changed = sampling.presence_penalty or sampling.frequency_penalty or sampling.logit_bias
-    return sampling.temperature < COLDEST and not changed and sampling.repetition_penalty == 1.0
-
-
-def _is_limited(sampling: SamplingParams) -> bool:
-    """Some tokens are ruled out."""
-    limited = sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0
-    return sampling.temperature >= COLDEST and limited
+def _may_leave_more(sampling: SamplingParams, vocabulary: int) -> bool:
+    """As many tokens as there are candidates may be left over, and others beside them."""
+    left = sampling.top_k or vocabulary
+    return sampling.is_limited and vocabulary > CANDIDATES and left >= CANDIDATES
 
 
 def _greedy(logits: Tensor, scales: Tensor | None, kernels: DeviceKernels | None) -> Tensor:
@@ -223,11 +175,10 @@ def _greedy(logits: Tensor, scales: Tensor | None, kernels: DeviceKernels | None
         return kernels.greedy(logits, scales)
     maxima, tokens = logits.max(-1)
     scale = torch.ones_like(maxima) if scales is None else scales.float()
+    weights = torch.exp((logits - maxima[:, None]) * scale[:, None])
     # Row by row: how a sum is split may depend on the number of rows.
-    rests = [torch.exp((logits[n] - maxima[n]) * scale[n]).sum().log() for n in range(len(logits))]
-    return torch.stack(
-        [tokens.double(), maxima.double(), maxima.double() * scale + torch.stack(rests)], 1
-    )
+    rests = torch.stack([row.sum() for row in weights]).log()
+    return torch.stack([tokens.double(), maxima.double(), maxima.double() * scale + rests], 1)
 
 
 # -- to the host -----------------------------------------------------------------------------
@@ -298,7 +249,7 @@ def _sampled_tokens(
     _bias(logits, inputs, staging)
     apply_masks(logits, [each.mask for each in inputs], staging)
     tokens = torch.empty(len(inputs), dtype=torch.int64, device=logits.device)
-    kinds = [_kind(each.sampling) for each in inputs]
+    kinds = [each.sampling.kind for each in inputs]
     for kind in sorted({*kinds}):
         numbers = [row for row, one in enumerate(kinds) if one == kind]
         rows = staging.indices(numbers)
@@ -315,13 +266,6 @@ def _sampled_tokens(
     return tokens
 
 
-def _kind(sampling: SamplingParams) -> str:
-    """Whether a row takes its argmax, one of the tokens that limits leave over, or one of all."""
-    if sampling.temperature < COLDEST:
-        return "greedy"
-    return "limited" if _is_limited(sampling) else "free"
-
-
 def sampling_columns(inputs: Sequence[SamplingInput], vocabulary: int) -> NDArray[np.float64]:
     """(COLUMNS, rows): how each row is sampled, as `Limits` has it."""
     table = np.array([_settings(each.sampling, vocabulary) for each in inputs], dtype=np.float64)
@@ -332,7 +276,7 @@ def sampling_columns(inputs: Sequence[SamplingInput], vocabulary: int) -> NDArra
 
 def _settings(sampling: SamplingParams, vocabulary: int) -> tuple[float, ...]:
     """As `Limits` has them, without `word`."""
-    cold = sampling.temperature < COLDEST
+    cold = sampling.is_cold
     return (
         1.0 if cold else 1 / sampling.temperature,
         sampling.top_k if sampling.top_k < vocabulary else 0,

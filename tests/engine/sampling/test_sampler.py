@@ -13,11 +13,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtide.engine import SamplingParams, sampler
+from kvtide.engine import SamplingParams
 from kvtide.engine.device_kernels import DeviceKernels
 from kvtide.engine.grammar import token_mask
 from kvtide.engine.grammar.token_mask import RowMask
-from kvtide.engine.sampler import (
+from kvtide.engine.sampling import sampler
+from kvtide.engine.sampling.sampler import (
     Limits,
     SampledToken,
     SamplingBatch,
@@ -201,10 +202,10 @@ def test_steps_of_one_seed_draw_by_the_chances_too():
     "sampling",
     [
         WARM,
-        SamplingParams(temperature=0.6),
-        SamplingParams(temperature=2.0, top_k=9),
-        SamplingParams(temperature=1.3, top_p=0.85),
-        SamplingParams(temperature=1.0, min_p=0.1),
+        pytest.param(SamplingParams(temperature=0.6), marks=pytest.mark.full),
+        pytest.param(SamplingParams(temperature=2.0, top_k=9), marks=pytest.mark.full),
+        pytest.param(SamplingParams(temperature=1.3, top_p=0.85), marks=pytest.mark.full),
+        pytest.param(SamplingParams(temperature=1.0, min_p=0.1), marks=pytest.mark.full),
         SamplingParams(temperature=1.5, top_p=0.9, top_k=12, min_p=0.03),
     ],
     ids=str,
