@@ -42,6 +42,12 @@ SEES: dict[str, set[str]] = {
 }
 """Room → the rooms it may import. Rooms that do not exist yet stand here already."""
 
+IMPORTED_WITHIN_FUNCTIONS = {
+    ("kvtide/storage/mooncake/library.py", "mooncake.store.MooncakeDistributedStore"),
+    ("kvtide/transfer/peer/mooncake_engine.py", "mooncake.engine.TransferEngine"),
+    ("kvtide/transfer/direct.py", "cuda.bindings.driver"),
+}
+"""Libraries that are optional, or read the environment when they are loaded."""
 NOT_IN_THE_INDEX = {
     "asyncio", "concurrent", "io", "multiprocessing", "os", "pathlib", "queue", "random",
     "shutil", "socket", "subprocess", "sys", "tempfile", "threading", "time", "torch",
@@ -50,6 +56,8 @@ NOT_IN_THE_INDEX = {
 WORDS_WE_DO_NOT_WRITE = re.compile(
     r"(^|_)(manager|helper|helpers|info|util|utils|v2)(_|$)|^_?maybe_", re.IGNORECASE
 )
+NOT_COMPONENTS = re.compile(r"\b(some|no|every)body\b|\b(whoever|told|said)\b", re.IGNORECASE)
+TEXTS_FOR_MODELS = {"kvtide/bench/speculate.py"}
 NAMED_BY_OTHERS = {
     *("batch_exists_v2", "batch_get_v2", "batch_set_v2", "register_mem_host_pool_v2"),
 }
@@ -64,6 +72,8 @@ MAX_MODULES = 16
 """In a folder, beside its `__init__.py`."""
 CROWDED = {"models"}
 """Folders that may have more: `models` has one file per family."""
+CALLED_FROM_OUTSIDE = {"integrations", "testing"}
+"""Rooms whose functions other engines call, or tests."""
 KERNELS = {"layers/kernels", "layers/kernels/attention", "layers/kernels/recurrent"}
 NAMESAKES = (({"layers"}, {"layers/reference"}, KERNELS), ({"models"}, {"spec/families"}))
 """Folders whose modules of one name belong together, one of each set: a layer, its reference in
@@ -164,6 +174,18 @@ def test_every_room_has_a_line_in_the_table() -> None:
     assert rooms <= SEES.keys()
 
 
+def test_only_what_is_optional_is_imported_within_functions() -> None:
+    within = {
+        (_name(path), module)
+        for path in MODULES
+        for function in _definitions(_parse(path))
+        for node in ast.walk(function)
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for module in _imports(node, _package(path))
+    }
+    assert within == IMPORTED_WITHIN_FUNCTIONS
+
+
 def test_index_has_no_torch_threads_or_io() -> None:
     modules = [path for path in MODULES if _room(path) == "index"]
     assert modules
@@ -198,6 +220,18 @@ def test_names_avoid_the_words_we_do_not_write() -> None:
     assert wrong == []
 
 
+def test_components_are_the_subjects_of_prose_and_names() -> None:
+    """In code and comments of the package; the same words may occur in texts for models."""
+    assert [
+        f"{_name(path)}:{number}: {found[0]}"
+        for path in MODULES
+        if _name(path) not in TEXTS_FOR_MODELS
+        for number, line in enumerate(path.read_text("utf-8").splitlines(), 1)
+        for found in [NOT_COMPONENTS.search(line)]
+        if found
+    ] == []
+
+
 @pytest.mark.parametrize(
     "name", ["CacheManager", "slot_helper", "page_info", "utils", "match_v2", "_maybe_evict"]
 )
@@ -228,6 +262,31 @@ def test_lines_of_code_have_at_most_100_columns() -> None:
         for path in paths
         for number, line in enumerate(path.read_text("utf-8").splitlines(), 1)
         if len(line) > MAX_COLUMNS and "://" not in line
+    ] == []
+
+
+def _names_in(tree: ast.AST) -> Iterator[str]:
+    """Every name that code could call by, also as `name` or `module:name` in a string."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name):
+            yield node.id
+        elif isinstance(node, ast.Attribute):
+            yield node.attr
+        elif isinstance(node, ast.Constant) and re.fullmatch(r"[\w.:]+", str(node.value)):
+            yield from re.split("[.:]", str(node.value))
+
+
+def test_every_public_function_and_class_is_named_by_code_other_than_tests() -> None:
+    """By name alone, so that one whose name is used elsewhere is not found."""
+    paths = sorted(path for folder in CODE for path in (ROOT / folder).rglob("*.py"))
+    named = {name for path in paths for name in _names_in(_parse(path))}
+    assert {"open_copier", "TieredCache"} <= named
+    assert [
+        f"{_name(path)}: {node.name}"
+        for path in MODULES
+        if _room(path) not in CALLED_FROM_OUTSIDE
+        for node in _definitions(_parse(path))
+        if not node.name.startswith("_") and node.name not in named
     ] == []
 
 
@@ -331,3 +390,8 @@ def test_triton_is_imported_by_kernels_alone() -> None:
         seen = {file for file in imported_files(path) if kernels in file.parents}
         assert path in offers or not seen, f"{_name(path)} imports {sorted(map(_name, seen))}"
     assert {path for path in MODULES if triton_ops in imported_files(path)} == {choice}
+    copies = {PACKAGE / "transfer" / f"{name}.py" for name in ("kernel", "row_kernel")}
+    offering = {path for path in MODULES if copies & imported_files(path)}
+    assert {path for path in offering if _room(path) == "transfer"} == {
+        PACKAGE / "transfer" / "copy_kernels.py"
+    }

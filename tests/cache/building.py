@@ -31,8 +31,7 @@ from kvtide.tiers import Arrangement, Buffers, Layout
 from kvtide.transfer.copier import Copier, Issuer
 from kvtide.transfer.lane import Job, Ticket
 from kvtide.transfer.peer.tail_rows import TailRows
-from kvtide.transfer.reference import Reference
-from kvtide.transfer.strided import Way
+from kvtide.transfer.strided import Reference, Way
 from tests.cache.memories import FULL, PAGE
 
 POISON = 0xEE

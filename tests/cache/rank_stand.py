@@ -31,8 +31,7 @@ from kvtide.spec import DType, Entry, Field, ModelMemory, PoolSpec, Reuse
 from kvtide.testing.faults import FaultyBackend
 from kvtide.transfer.copier import Copier
 from kvtide.transfer.lane import Lane
-from kvtide.transfer.reference import Reference
-from kvtide.transfer.strided import Way
+from kvtide.transfer.strided import Reference, Way
 from kvtide.transfer.timeline import HostTimeline
 from tests import worlds
 

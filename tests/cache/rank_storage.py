@@ -467,7 +467,7 @@ class StoredRun(RandomRun):
         faults = [fault for fault in Fault if fault is not Fault.BLOCK]
         draw = Draw(self._own.random(), 0.0, faults)
         self.storing.attach(draw)
-        draw.share = 0.1 / self.stand.world.ranks
+        draw.fraction = 0.1 / self.stand.world.ranks
 
 
 def random_calls_keep_ranks_with_stores_together(world: World) -> None:

@@ -29,8 +29,7 @@ from kvtide.spec import ModelMemory, Tier
 from kvtide.testing.faults import FaultError
 from kvtide.tiers import Layout
 from kvtide.transfer.lane import Lane
-from kvtide.transfer.reference import Reference
-from kvtide.transfer.strided import Strided, Way
+from kvtide.transfer.strided import Reference, Strided, Way
 from kvtide.transfer.timeline import HostTimeline
 from kvtide.transfer.transfers import TransferState
 from tests.cache.building import HandLane, PageName, Rig, page_names, text

@@ -14,8 +14,7 @@ import pytest
 from kvtide.cache import Lease, Progress, Tier, TransferError
 from kvtide.testing.faults import FaultyBackend
 from kvtide.transfer.lane import Lane
-from kvtide.transfer.reference import Reference
-from kvtide.transfer.strided import Way
+from kvtide.transfer.strided import Reference, Way
 from kvtide.transfer.timeline import HostTimeline
 from kvtide.transfer.transfers import TransferState
 from tests.cache.building import Rig, text

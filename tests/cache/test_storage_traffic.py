@@ -161,7 +161,7 @@ class StoredTraffic(Traffic):
         self.stores.append(FaultyStore(inner, draw, slow_s=0.001, lingers_s=0.02))
         self.cache.storage.attach(self.stores[-1])
         self.cache.storage.stores[-1].link._batch_bytes = self.chance.choice((1, 500, 1 << 20))
-        draw.share = self.chance.choice((0.0, 0.1, 0.1, 0.3))
+        draw.fraction = self.chance.choice((0.0, 0.1, 0.1, 0.3))
         self.stores[-1].next("read", *self.chance.sample((Fault.SHORT, Fault.FLIP, Fault.SLOW), 1))
 
     def detach(self) -> None:

@@ -72,7 +72,7 @@ def test_hitrate_sets_policies_beside_the_optimum(capsys: pytest.CaptureFixture[
     assert "default: gap closed" in printed
     assert main(["bench", "hitrate", *arguments, "--json"]) == 0
     (result,) = json.loads(capsys.readouterr().out)
-    assert [row["share"] for row in result["rows"]] == [0.3, 1.2]
+    assert [row["fraction"] for row in result["rows"]] == [0.3, 1.2]
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import itertools
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
@@ -54,6 +55,10 @@ def test_no_line_is_wider_than_the_terminal(server: Any, width: int) -> None:
     plain.print(screen(frame(server), [], width))
     lines = plain.file.getvalue().splitlines()  # type: ignore[attr-defined]
     assert max(map(len, lines)) <= width
+    tiles = ("saved", "prompt cached", "requests", "accept length", "restores checked")
+    first = next(number for number, line in enumerate(lines) if line.startswith("saved"))
+    of_tiles = itertools.takewhile(lambda line: "occupancy" not in line, lines[first:])
+    assert all(line.startswith(tiles) for line in of_tiles), "a tile is cut in two"
 
 
 def test_tiers_have_their_colours(server: Any) -> None:

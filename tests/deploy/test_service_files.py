@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import configparser
 import json
+import os
 import re
 import shlex
 import shutil
@@ -114,3 +115,44 @@ def test_what_the_container_copies_and_installs_is_there() -> None:
     extras = re.findall(r"/src\[([\w,]+)\]", " ".join(of("RUN")))
     assert extras and {*extras[0].split(",")} <= {*project["optional-dependencies"]}
     assert "kvtide" in project["scripts"] and project["readme"] in " ".join(of("COPY"))
+
+
+@pytest.mark.full
+def test_what_the_container_copies_is_installed_by_its_own_command(tmp_path: Path) -> None:
+    """The packages that it requires are here already, and not installed once more."""
+    copied, installed = tmp_path / "src", tmp_path / "installed"
+    for argument in of("COPY"):
+        *sources, target = argument.split()
+        folder = tmp_path / target.lstrip("/")
+        for source in sources:
+            if (ROOT / source).is_dir():
+                shutil.copytree(ROOT / source, folder, ignore=shutil.ignore_patterns("*.pyc"))
+            else:
+                folder.mkdir(exist_ok=True)
+                shutil.copy(ROOT / source, folder)
+    (install,) = [run for run in of("RUN") if "pip install" in run]
+    assert "/src[" in install and install.endswith("rm -r /src")
+    environment = os.environ | {
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "PIP_OPTIONS": f"--quiet --no-deps --target {installed}",
+    }
+    command = re.sub(r"(?<![\w/])/src\b", str(copied), install)
+    subprocess.run(["sh", "-c", command], env=environment, check=True)
+    assert not copied.exists()
+    wanted = {
+        path.relative_to(ROOT).as_posix()
+        for path in (ROOT / "kvtide").rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
+    found = {path.relative_to(installed).as_posix() for path in installed.rglob("*")}
+    assert wanted - found == set(), "not in the package"
+    name, verb = json.loads(of("ENTRYPOINT")[0])
+    started = subprocess.run(
+        [installed / "bin" / name, verb, "--help"],
+        env=environment | {"PYTHONPATH": str(installed)},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "--storage" in started.stdout

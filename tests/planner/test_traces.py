@@ -21,6 +21,7 @@ from kvtide.planner.traces import (
     footprint_tokens,
     load,
 )
+from tests.grids import everything
 
 PUBLIC = Path(__file__).resolve().parents[3] / "shared" / "traces"
 
@@ -219,7 +220,7 @@ def test_what_is_not_a_file_is_refused(tmp_path: Path, name: str) -> None:
 
 
 @given(st.binary(max_size=200))
-@settings(deadline=None)
+@settings(max_examples=100 if everything() else 30, deadline=None)
 def test_arbitrary_bytes_load_or_raise_trace_error(
     tmp_path_factory: pytest.TempPathFactory, content: bytes
 ) -> None:
@@ -242,7 +243,7 @@ LINES = st.lists(st.dictionaries(st.sampled_from(FIELDS), VALUES) | JSON, max_si
 
 
 @given(LINES)
-@settings(deadline=None)
+@settings(max_examples=100 if everything() else 30, deadline=None)
 def test_arbitrary_json_lines_load_or_raise_trace_error(
     tmp_path_factory: pytest.TempPathFactory, lines: list[object]
 ) -> None:
@@ -305,7 +306,10 @@ def test_footprint_of_no_requests_is_zero() -> None:
 
 @pytest.mark.parametrize(
     ("name", "requests", "tokens"),
-    [("conversation", 12_031, 144_793_823), ("synthetic", 3_993, 61_194_628)],
+    [
+        pytest.param("conversation", 12_031, 144_793_823, marks=pytest.mark.full),
+        ("synthetic", 3_993, 61_194_628),
+    ],
 )
 def test_public_trace_has_the_published_size_and_block_footprint(
     name: str, requests: int, tokens: int

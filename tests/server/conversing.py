@@ -72,10 +72,10 @@ def scored(answer: Json) -> Scored:
     )
 
 
-def computed(engine: Engine, tokens: Sequence[int]) -> Scored:
+def computed(engine: Engine, tokens: Sequence[int], count: int = ANSWER) -> Scored:
     """What an engine says that uses nothing it has kept."""
     sampling = SamplingParams(logprobs=TOP_LOGPROBS)
-    request = engine.submit(RequestParams(tuple(tokens), ANSWER, sampling, recompute=True))
+    request = engine.submit(RequestParams(tuple(tokens), count, sampling, recompute=True))
     while not engine.idle:
         engine.step()
     return [

@@ -42,7 +42,7 @@ POSITIONS = 4096
 END, USER, ASSISTANT = "<|end|>", "<|user|>", "<|assistant|>"
 TEMPLATE = (
     "{% for message in messages %}"
-    "{% if message.role == 'refused' %}{{ raise_exception('no such role') }}{% endif %}"
+    "{% if message.content == 'refused' %}{{ raise_exception('no such text') }}{% endif %}"
     "{{ '<|' + message.role + '|>' + message.content + eos_token }}"
     "{% endfor %}{% if shout %}!{% endif %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
@@ -240,7 +240,7 @@ class Child:
         return code
 
     @property
-    def said(self) -> str:
+    def printed(self) -> str:
         return "".join(self.lines)
 
 

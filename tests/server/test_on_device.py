@@ -30,7 +30,7 @@ def test_a_server_answers_many_and_finds_their_prompts_again(
     for found_on in ("device", "storage"):
         with Child(arguments, patience_s=300.0) as child:
             client = child.client()
-            assert f" on {device.type}: " in child.said
+            assert f" on {device.type}: " in child.printed
             first = asked(client, PROMPTS[0])
             with ThreadPoolExecutor(len(PROMPTS)) as pool:
                 answers = [first, *pool.map(asked, repeat(client), PROMPTS[1:])]
@@ -41,4 +41,4 @@ def test_a_server_answers_many_and_finds_their_prompts_again(
                 assert answer["usage"]["cached_tokens_details"][found_on] == PAGES * PAGE
             child.terminate()
             assert child.exit_code() == 0
-            assert "Traceback" not in child.said
+            assert "Traceback" not in child.printed

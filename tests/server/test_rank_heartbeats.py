@@ -75,8 +75,8 @@ def test_a_frozen_worker_ends_the_server(model_folder: Path, streaming: bool) ->
         (worker,) = workers(child)
         request = client.open("POST", "/v1/completions", STREAM) if streaming else None
         freeze(worker)
-        assert child.exit_code() == 1, child.said
-        assert f"rank 1: no sign of life for {SILENCE_S} s; all ranks end with it" in child.said
+        assert child.exit_code() == 1, child.printed
+        assert f"rank 1: no sign of life for {SILENCE_S} s; all ranks end with it" in child.printed
         assert gone(worker)
         if request is not None:
             request.leave()
@@ -90,10 +90,10 @@ def test_workers_of_a_frozen_leader_end_by_themselves(model_folder: Path) -> Non
         freeze(child.process.pid)
         until(lambda: _has_ended(worker), "the worker is still there")
         ends = f"rank 1 ends: the leader: no sign of life for {SILENCE_S} s"
-        until(lambda: ends in child.said, child.said)
+        until(lambda: ends in child.printed, child.printed)
         child.process.send_signal(signal.SIGCONT)
-        assert child.exit_code() == 1, child.said
-        assert "rank 1 ended with 3: the leader: no sign of life" in child.said
+        assert child.exit_code() == 1, child.printed
+        assert "rank 1 ended with 3: the leader: no sign of life" in child.printed
 
 
 def _has_ended(pid: int) -> bool:
@@ -114,7 +114,7 @@ def test_a_rank_that_thaws_in_time_is_not_missed(
             os.kill(process, signal.SIGCONT)
             assert texts_of(ask(client, PROMPTS[0])) == expected[0]
         child.terminate()
-        assert child.exit_code() == 0, child.said
+        assert child.exit_code() == 0, child.printed
 
 
 @pytest.mark.full
@@ -130,7 +130,7 @@ def test_a_long_step_is_no_silence(
         assert texts_of(ask(client, PROMPTS[0])) == expected[0]
         assert time.monotonic() - began > SILENCE_S
         child.terminate()
-        assert child.exit_code() == 0, child.said
+        assert child.exit_code() == 0, child.printed
 
 
 @pytest.mark.full
@@ -142,10 +142,10 @@ def test_a_step_that_does_not_end_ends_the_server(model_folder: Path, hold: Path
         until((hold.parent / "hold-ready").exists, "the worker's steps are not held")
         hold.touch()
         request = client.open("POST", "/v1/completions", STREAM)
-        assert child.exit_code() == 1, child.said
+        assert child.exit_code() == 1, child.printed
         # The leader waits for it, and is not named.
-        assert "rank 1 is in RunStep.apply (engine_commands.py:" in child.said
-        assert "s; all ranks end with it" in child.said
+        assert "rank 1 is in RunStep.apply (engine_commands.py:" in child.printed
+        assert "s; all ranks end with it" in child.printed
         request.leave()
         assert gone(worker)
 

@@ -48,7 +48,7 @@ def flags(node: int, place: str, *shape: str) -> tuple[str, ...]:
 def until(wanted: Callable[[], object], child: Child) -> None:
     deadline = time.monotonic() + WITHIN_S
     while not wanted():
-        assert time.monotonic() < deadline, child.said
+        assert time.monotonic() < deadline, child.printed
         time.sleep(0.01)
 
 
@@ -74,9 +74,12 @@ def test_ranks_of_two_machines_answer_as_one(
             for prompt, wanted in zip(PROMPTS, expected[: len(PROMPTS)], strict=True):
                 assert texts_of(first.inside(lambda prompt=prompt: ask(client, prompt))) == wanted
             leader.terminate()
-            assert leader.exit_code() == 0, leader.said
-            assert node.exit_code() == 0, node.said
-        assert "of each of 2 ranks" in leader.said and "Traceback" not in leader.said + node.said
+            assert leader.exit_code() == 0, leader.printed
+            assert node.exit_code() == 0, node.printed
+        assert (
+            "of each of 2 ranks" in leader.printed
+            and "Traceback" not in leader.printed + node.printed
+        )
 
 
 @pytest.mark.full
@@ -90,11 +93,11 @@ def test_a_cable_that_is_pulled_ends_both_nodes(model_folder: Path) -> None:
         ):
             leader.client()
             second.pull_the_cable()
-            assert leader.exit_code() == 1, leader.said
-            assert node.exit_code() == 1, node.said
+            assert leader.exit_code() == 1, leader.printed
+            assert node.exit_code() == 1, node.printed
         silence = f"no sign of life for {SILENCE_S} s"
-        assert f"rank 1: {silence}; all ranks end with it" in leader.said
-        assert f"rank 1 ended with 3: the leader: {silence}" in node.said
+        assert f"rank 1: {silence}; all ranks end with it" in leader.printed
+        assert f"rank 1 ended with 3: the leader: {silence}" in node.printed
 
 
 # -- two nodes of one machine --------------------------------------------------------------------
@@ -107,22 +110,22 @@ def test_only_a_node_that_knows_the_secret_and_the_settings_is_taken(
     place = f"{LOOPBACK}:{free_port()}"
     mine, others = ((str(model_folder), *flags(node, place)) for node in (0, 1))
     with ForkedChild(mine, SECRET) as leader:
-        until(lambda: f"waiting for rank 1 at {place}" in leader.said, leader)
+        until(lambda: f"waiting for rank 1 at {place}" in leader.printed, leader)
         with ForkedChild(others, OTHER_SECRET) as stranger:
             assert stranger.exit_code() == 1
-            assert "the secrets differ; start both ends with the same one" in stranger.said
+            assert "the secrets differ; start both ends with the same one" in stranger.printed
         with ForkedChild((*others, "--page-tokens", "32"), SECRET) as another:
             assert another.exit_code() == 1
             wanted = "--page-tokens is 32 there and 16 here; start all nodes with the same settings"
-            assert wanted in another.said
-        assert leader.process.poll() is None, leader.said
+            assert wanted in another.printed
+        assert leader.process.poll() is None, leader.printed
         with ForkedChild(others, SECRET) as node:
             client = leader.client()
             assert texts_of(ask(client, PROMPTS[0])) == expected[0]
             # A signal to any node drains all.
             node.terminate()
-            assert leader.exit_code() == 0, leader.said
-            assert node.exit_code() == 0, node.said
+            assert leader.exit_code() == 0, leader.printed
+            assert node.exit_code() == 0, node.printed
 
 
 def kill_the_node(leader: Child, node: Child) -> tuple[str, str]:
@@ -152,8 +155,8 @@ def test_nodes_end_together(
         leader.client()
         for child, wanted in zip((leader, node), end(leader, node), strict=True):
             if wanted:
-                assert child.exit_code() == 1, child.said
-                assert re.search(wanted, child.said), child.said
+                assert child.exit_code() == 1, child.printed
+                assert re.search(wanted, child.printed), child.printed
 
 
 @pytest.mark.full
@@ -168,7 +171,7 @@ def test_nodes_with_other_weights_are_refused(model_folder: Path, tmp_path: Path
     ):
         assert leader.exit_code() != 0 and node.exit_code() != 0
         wanted = "the nodes have different weights, dtypes or versions of torch"
-        assert wanted in leader.said and wanted in node.said
+        assert wanted in leader.printed and wanted in node.printed
 
 
 # -- settings ------------------------------------------------------------------------------------

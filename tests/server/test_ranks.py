@@ -78,15 +78,15 @@ def gone(pid: int, within_s: float = 60.0) -> bool:
 
 def ends_in_order(child: Child, worker: int) -> None:
     child.terminate()
-    assert child.exit_code() == 0, child.said
+    assert child.exit_code() == 0, child.printed
     assert gone(worker)
-    assert re.search(r"of each of [24] ranks", child.said) and "Traceback" not in child.said
+    assert re.search(r"of each of [24] ranks", child.printed) and "Traceback" not in child.printed
 
 
 def ends_with_its_worker(child: Child, worker: int) -> None:
     os.kill(worker, signal.SIGKILL)
-    assert child.exit_code() == 1, child.said
-    assert "rank 1 was ended by signal 9; all ranks end with it" in child.said
+    assert child.exit_code() == 1, child.printed
+    assert "rank 1 was ended by signal 9; all ranks end with it" in child.printed
 
 
 def leaves_no_process_behind(child: Child, worker: int) -> None:
@@ -200,8 +200,8 @@ def test_a_worker_that_does_not_answer_cannot_hold_the_server_after_two_signals(
         child.terminate()
         time.sleep(0.5)
         child.terminate()
-        assert child.exit_code() == 1, child.said
-        assert "a rank does not answer" in child.said
+        assert child.exit_code() == 1, child.printed
+        assert "a rank does not answer" in child.printed
         assert gone(worker)
 
 
@@ -235,10 +235,10 @@ def test_a_worker_that_never_comes_ends_the_server_with_a_sentence(model_folder:
     with ForkedChild(arguments) as child:
         deadline = time.monotonic() + 60
         while not (found := workers(child)):
-            assert time.monotonic() < deadline and child.process.poll() is None, child.said
+            assert time.monotonic() < deadline and child.process.poll() is None, child.printed
         os.kill(found[0], signal.SIGKILL)
-        assert child.exit_code() in (1, 2), child.said
-        assert "rank 1 was ended by signal 9" in child.said
+        assert child.exit_code() in (1, 2), child.printed
+        assert "rank 1 was ended by signal 9" in child.printed
 
 
 @pytest.mark.parametrize(

@@ -21,8 +21,8 @@ def answered(folder: Path, device: torch.device, *flags: str) -> list[list[str]]
         client = child.client()
         found = [texts_of(ask(client, prompt)) for prompt in PROMPTS * 2]
         child.terminate()
-        assert child.exit_code() == 0, child.said
-        assert "Traceback" not in child.said
+        assert child.exit_code() == 0, child.printed
+        assert "Traceback" not in child.printed
     return found
 
 

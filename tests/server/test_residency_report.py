@@ -30,19 +30,21 @@ def sparse(serve: Serve, tmp_path: Path) -> Any:
 
 def test_metrics_and_report_agree_on_hits_and_misses(sparse: Any) -> None:
     client = sparse.client
-    client.complete(list(range(1, 100)), max_tokens=8, ignore_eos=True)
+    for last in (100, 120):  # The second prompt gathers what the first has left.
+        client.complete(list(range(1, last)), max_tokens=8, ignore_eos=True)
     report = sparse.settled()
     pools = {pool["name"]: pool for pool in report["pools"]}
     assert (pools["index"]["home"], pools["index"]["hot"]) == ("device", None)
     assert pools["kv"]["home"] == "host"
     hot = pools["kv"]["hot"]
     assert hot["entries"] == HOT and hot["rows"] == {"in_use": 0, "capacity": 2}
-    assert hot["misses"] > 0 and hot["hits"] > 0
+    assert hot["misses"] > 0 and hot["hits"] > 0 and hot["gathered"] > 0
     assert hot["hit_rate"] == hot["hits"] / (hot["hits"] + hot["misses"])
     memory = sparse.engine.cache.memory
-    assert hot["swapped_bytes"] == hot["misses"] * memory.pool("kv").entry.bytes
+    swapped_in = hot["misses"] + hot["gathered"]
+    assert hot["swapped_bytes"] == swapped_in * memory.pool("kv").entry.bytes
     found = scraped(client)
-    for count in ("hits", "misses"):
+    for count in ("hits", "misses", "gathered"):
         labels = [{("pool", "kv"), ("layer", str(n))} for n in memory.pool("kv").layers]
         by_layer = [found[f"kvtide_hot_{count}_total", frozenset(each)] for each in labels]
         assert sum(by_layer) == hot[count] and min(by_layer) > 0
@@ -50,6 +52,20 @@ def test_metrics_and_report_agree_on_hits_and_misses(sparse: Any) -> None:
     assert swapped == hot["swapped_bytes"]
     assert found["kvtide_hot_rows", frozenset({("state", "in_use")})] == 0
     assert found["kvtide_hot_rows", frozenset({("state", "capacity")})] == 2
+    slots = {"in_use": 0, "capacity": 2 * HOT * len(memory.pool("kv").layers)}
+    assert hot["slots"] == slots
+    for state, count in slots.items():
+        assert found["kvtide_hot_slots", frozenset({("pool", "kv"), ("state", state)})] == count
+
+
+def test_slots_of_a_running_request_are_in_use(sparse: Any) -> None:
+    asked = {"prompt": list(range(1, 40)), "max_tokens": 400, "ignore_eos": True}
+    request = sparse.client.start("/v1/completions", stream=True, **asked)
+    next(request.events())
+    found = scraped(sparse.client)
+    request.leave()
+    in_use = found["kvtide_hot_slots", frozenset({("pool", "kv"), ("state", "in_use")})]
+    assert in_use == HOT * len(sparse.engine.cache.memory.pool("kv").layers)
 
 
 def test_without_hot_pools_nothing_is_reported_of_them(server: Any, client: Any) -> None:

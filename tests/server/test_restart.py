@@ -42,12 +42,12 @@ def test_pages_outlive_the_process_however_it_ends(
     with child(model_folder) as first:
         client = first.client()
         folder = tmp_path / "caches" / "kvtide" / "pages"
-        assert f"pages are stored in file://{folder}, up to 20GB" in first.said
+        assert f"pages are stored in file://{folder}, up to 20GB" in first.printed
         expected = complete(client)
         assert expected["usage"]["cached_tokens_details"]["storage"] == 0
         first.terminate()
         assert first.exit_code() == 0
-        assert "Traceback" not in first.said
+        assert "Traceback" not in first.printed
     with child(model_folder) as second:
         client = second.client()
         answer = complete(client)
@@ -80,7 +80,7 @@ def test_a_signal_lets_what_is_in_line_be_written(model_folder: Path, tmp_path: 
         assert report["stored_pages"] == 0, "the store is not slow enough for this test"
         serving.terminate()
         assert serving.exit_code() == 0
-        assert "Traceback" not in serving.said
+        assert "Traceback" not in serving.printed
     with child(model_folder, "--storage", f"file://{tmp_path / 'pages'}") as serving:
         details = complete(serving.client())["usage"]["cached_tokens_details"]
         assert details["storage"] >= PAGES * PAGE
@@ -103,6 +103,6 @@ def test_a_frozen_store_does_not_keep_the_process(model_folder: Path, signals: i
             serving.terminate()
         assert serving.exit_code() == 0
         assert time.monotonic() - began < 40
-        assert f"{PAGES} pages were still queued for storage" in serving.said
-        assert "storage has not closed in time; the process exits without it" in serving.said
-        assert "Traceback" not in serving.said
+        assert f"{PAGES} pages were still queued for storage" in serving.printed
+        assert "storage has not closed in time; the process exits without it" in serving.printed
+        assert "Traceback" not in serving.printed

@@ -21,7 +21,7 @@ from kvtide.server.handoff.handoff_settings import SECRET_VARIABLE, Role
 from kvtide.server.setting_sources import read
 from kvtide.server.setting_values import SettingsError
 from kvtide.server.settings import Settings, flag
-from kvtide.server.setup.engine_setup import gpu_sizes, open_engine
+from kvtide.server.setup.engine_setup import REFUSALS, gpu_sizes, open_engine
 from kvtide.server.setup.store_setup import default_url
 from kvtide.spec.residency import Residency
 from kvtide.storage import StoreError
@@ -120,6 +120,8 @@ SAMPLES: dict[str, tuple[str, object]] = {
     "handoff_host": ("127.0.0.2", "127.0.0.2"),
     "handoff_port": ("0", 0),
     "handoff_transport": ("nixl", "nixl"),
+    "handoff_protocol": ("rdma", "rdma"),
+    "handoff_devices": ("mlx5_0,mlx5_1", "mlx5_0,mlx5_1"),
     "handoff_min_tokens": ("0", 0),
     "handoff_timeout_seconds": ("2.5", 2.5),
     "handoff_bytes_per_second": ("2GB", 2 * GB),
@@ -138,6 +140,7 @@ SAMPLES: dict[str, tuple[str, object]] = {
     "max_waiting": ("0", 0),
     "drain_seconds": ("1.5", 1.5),
     "rank_backend": ("gloo", "gloo"),
+    "chat_template": ("chat.jinja", "chat.jinja"),
     "tool_parser": ("qwen3_coder", "qwen3_coder"),
     "reasoning_parser": ("think", "think"),
     "nodes": ("2", 2),
@@ -149,6 +152,8 @@ SAMPLES: dict[str, tuple[str, object]] = {
 }
 BESIDE = {
     "prefill_from": {SECRET_VARIABLE: SECRET},
+    "handoff_protocol": {"KVTIDE_HANDOFF_TRANSPORT": "mooncake"},
+    "handoff_devices": {"KVTIDE_HANDOFF_TRANSPORT": "nixl"},
     "kv_events_replay": {"KVTIDE_KV_EVENTS": "tcp://*:5557"},
 }
 """What a setting needs in the environment to be accepted."""
@@ -298,6 +303,13 @@ def test_only_this_machine_is_served_by_default() -> None:
         (["--handoff-secret-file=/no/such"], "--handoff-secret-file /no/such: No such file"),
         (["--handoff-secret-file=/dev/null"], "has 0 bytes, which can be guessed; use at least 16"),
         (["--handoff-transport=rdma"], "--handoff-transport is 'rdma'; use shm, mooncake, nixl"),
+        (["--handoff-protocol=udp"], "--handoff-protocol is 'udp'; use tcp, rdma"),
+        (["--handoff-protocol=rdma"], "transport is shm; use --handoff-transport mooncake"),
+        (
+            ["--handoff-protocol=rdma", "--handoff-transport=nixl"],
+            "--handoff-protocol rdma is for Mooncake, and the transport is nixl",
+        ),
+        (["--handoff-devices=mlx5_0"], "--handoff-devices mlx5_0 is for a network, and the"),
         (["--handoff-timeout-seconds=-1"], "--handoff-timeout-seconds is -1"),
         (["--prefetch-policy=wait"], "--prefetch-policy is 'wait'; use best_effort, timeout, wait"),
         (["--prefetch-base-seconds=-1"], "--prefetch-base-seconds is -1"),
@@ -612,6 +624,31 @@ def test_a_store_that_refuses_to_open_keeps_its_password(model_folder: Path) -> 
     with pytest.raises(SettingsError) as refusal:
         open_engine(chosen)
     assert "hidden" not in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        (None, r"chat.jinja cannot be read \(.*; give a file with a template in Jinja"),
+        (b"\xff", r"chat.jinja cannot be read \("),
+        (b" \n", "chat.jinja is empty; give a file"),
+        (b"{% if %}", "the chat template does not parse"),
+    ],
+)
+def test_a_chat_template_that_is_none_is_refused(
+    model_folder: Path, tmp_path: Path, text: bytes | None, sentence: str
+) -> None:
+    file = tmp_path / "chat.jinja"
+    if text is not None:
+        file.write_bytes(text)
+    with pytest.raises(REFUSALS, match=sentence):
+        open_engine(Settings(model=str(model_folder), chat_template=str(file)))
+
+
+def test_a_chat_template_needs_a_tokenizer(bare_folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "chat.jinja").write_text("{{ messages }}")
+    with pytest.raises(SettingsError, match="came without a tokenizer; add its"):
+        open_engine(Settings(model=str(bare_folder), chat_template=str(tmp_path / "chat.jinja")))
 
 
 def test_a_gpu_without_room_for_steps_is_not_reported_as_a_fault(

@@ -80,7 +80,7 @@ def test_a_file_and_variables_are_heard_and_a_signal_lets_a_stream_finish(child:
     report = client.get("/admin/cache").json()
     assert report["page_tokens"] == 16, "a variable goes before the file"
     assert report["tiers"]["host"]["kv"]["capacity_pages"] == 0
-    assert "pages of 16 tokens" in child.said
+    assert "pages of 16 tokens" in child.printed
     events = running(client, 150)
     child.terminate()
     wait(lambda: client.get("/health").status == 503)
@@ -91,7 +91,7 @@ def test_a_file_and_variables_are_heard_and_a_signal_lets_a_stream_finish(child:
     assert rest[-1]["choices"][0]["finish_reason"] == "length"
     assert len(rest) == 149
     assert child.exit_code() == 0
-    assert "Traceback" not in child.said
+    assert "Traceback" not in child.printed
 
 
 def test_a_second_signal_does_not_wait(child: Child) -> None:
@@ -104,7 +104,7 @@ def test_a_second_signal_does_not_wait(child: Child) -> None:
     assert list(events)[-1]["error"]["message"] == "the server is shutting down; ask another one"
     assert child.exit_code() == 0
     assert time.monotonic() - began < 15, "3,000 steps take 30 s"
-    assert "Traceback" not in child.said
+    assert "Traceback" not in child.printed
 
 
 def test_an_engine_that_breaks_ends_the_process_with_an_error(child: Child) -> None:
@@ -117,7 +117,7 @@ def test_an_engine_that_breaks_ends_the_process_with_an_error(child: Child) -> N
     for request in (whole, broken):
         assert request.answer().status == 503
     assert child.exit_code() == 1
-    assert "a fault of the test" in child.said
+    assert "a fault of the test" in child.printed
 
 
 def test_draining_has_an_end() -> None:

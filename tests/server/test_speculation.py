@@ -244,7 +244,7 @@ def save_mtp(name: str, folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.quick(name=["qwen3_next-mtp"])
+@pytest.mark.quick(name=["deepseek_v3-mtp"])
 @pytest.mark.parametrize("name", tiny_mtp.NAMES)
 def test_a_checkpoint_with_a_next_token_layer_drafts_without_flags(
     name: str, tmp_path: Path
@@ -253,7 +253,7 @@ def test_a_checkpoint_with_a_next_token_layer_drafts_without_flags(
     model = save_mtp(name, tmp_path / "model")
     with ForkedChild((str(model), "--deterministic", "--port", "0"), patience_s=120) as server:
         client = server.client()
-        assert "\nspeculation: mtp, up to 3 drafts" in server.said
+        assert "\nspeculation: mtp, up to 3 drafts" in server.printed
         counted = []
         for body in BODIES[:5]:
             asked = {"max_tokens": ANSWER if everything() else ANSWER // 2, **body}
@@ -382,7 +382,7 @@ def test_a_server_says_at_its_start_what_drafts(model_folder: Path) -> None:
     arguments = (str(model_folder), "--speculate", "ngram", "--draft-tokens", "5", "--port", "0")
     with ForkedChild((*arguments, "--storage", "none")) as server:
         server.client()
-        assert "\nspeculation: ngram, up to 5 drafts\n" in server.said
+        assert "\nspeculation: ngram, up to 5 drafts\n" in server.printed
 
 
 @pytest.mark.full
@@ -396,8 +396,24 @@ def test_ranks_draft(
         arguments += ("--draft", str(draft))
     with ForkedChild((*arguments, "--storage", "none", "--page-tokens", str(PAGE))) as server:
         client = server.client()
-        assert f"speculation: {drafts}" in server.said
+        assert f"speculation: {drafts}" in server.printed
         answer = ask(client, {"temperature": 0})
         assert choices_of(answer) == choices_of(plain[0])
         counted = answer["usage"]["completion_tokens_details"]
         assert sum(counted.values()) > 0
+
+
+@pytest.mark.full
+def test_four_ranks_draft_with_the_models_own_layer(tmp_path: Path) -> None:
+    """The draft runs on both ranks of the last of two stages."""
+    model = save_mtp("deepseek_v3-mtp", tmp_path / "model")
+    arguments = (str(model), "--tp", "2", "--pp", "2", "--deterministic", "--port", "0")
+    with ForkedChild((*arguments, "--storage", "none"), patience_s=240) as server:
+        client = server.client()
+        assert "\nspeculation: mtp, up to 3 drafts" in server.printed
+        drafted, plain = (
+            client.complete(5 * REPETITIVE, max_tokens=ANSWER, temperature=0, speculate=speculate)
+            for speculate in (True, False)
+        )
+        assert choices_of(drafted) == choices_of(plain)
+        assert sum(drafts_of(drafted)) > 0 == sum(drafts_of(plain))

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvtide.engine.sampler import SamplingInput, SamplingParams, sample_all
+from kvtide.engine.sampling.sampler import SamplingInput, sample_all
+from kvtide.engine.sampling.sampling_params import SamplingParams
 from kvtide.training.acceptance import (
     REJECTION,
     SHARED,
@@ -96,6 +97,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return model, folder
 
 
+@pytest.mark.quick(temperature=[0.6])
 @pytest.mark.parametrize("temperature", [0.0, 0.6])
 def test_a_draft_accepts_what_is_expected(trained: tuple[Path, Path], temperature: float) -> None:
     """The engine's accept length is the predicted one, greedily and at a temperature."""

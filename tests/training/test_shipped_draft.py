@@ -68,7 +68,7 @@ def test_it_drafts_chat_well(smollm2: Checkpoint) -> None:
     model = build(
         smollm2.config, smollm2.weights, kv_dtype=KVDType.FP32, dtype=torch.float32, draft=draft
     )
-    count, max_tokens = (4, 64) if everything() else (3, 32)
+    count, max_tokens = (4, 64) if everything() else (2, 32)
     some = PromptFile("chat", read_prompts(HELD_OUT / "chat.txt").prompts[:count])
     asked, stop_ids = encode_prompts(some, tokenizer, 1000), tokenizer.special.stop_ids
     plan = HeldOutPlan(max_tokens, draft_tokens=3)

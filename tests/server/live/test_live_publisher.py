@@ -82,7 +82,7 @@ def read(frame: bytes) -> Any:
 
 def test_a_slow_viewer_misses_frames_and_delays_no_other() -> None:
     async def watch() -> tuple[list[int], list[int]]:
-        made, _ = publisher()
+        made, _ = publisher(interval_s=0.1)  # A busy machine stalls for less.
         slow, quick = made.frames(), made.frames()
         seen_slowly = [read(await anext(slow))["number"]]
         seen = [read(await anext(quick))["number"] for _ in range(20)]

@@ -67,6 +67,14 @@ PAINTED = """(canvas) => {
 }"""
 """How many colours a chart has."""
 
+STAND_STILL = """() => {
+  ReadableStreamDefaultReader.prototype.read = () => {
+    document.body.dataset.still = "yes";
+    return new Promise(() => {});
+  };
+}"""
+"""The page takes in what it waits for and nothing more, and still takes itself for live."""
+
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
@@ -278,7 +286,7 @@ def test_pictures(busy: InProcess, visit: Any, tmp_path: Path, pytestconfig: pyt
         for (width, scheme), name in PICTURES.items():
             seen = visit(busy.url, width=width, scheme=scheme)
             until(lambda seen=seen: seen.frames() > 20)
-            _save(seen.page.screenshot(full_page=True, timeout=60_000), folder / name)
+            _save(_whole(seen), folder / name)
             seen.page.goto("about:blank")
         with frames(busy) as events:
             snapshots = [*islice(events, 20)]
@@ -290,6 +298,23 @@ def test_pictures(busy: InProcess, visit: Any, tmp_path: Path, pytestconfig: pyt
     _save(terminal.page.locator("pre").screenshot(timeout=60_000), folder / TERMINAL)
     for name in (*PICTURES.values(), TERMINAL):
         assert 5_000 < (folder / name).stat().st_size < MAX_PICTURE_BYTES, name
+
+
+def _whole(seen: Visit) -> bytes:
+    """The whole page, which would be cut off if it grew while the picture is taken."""
+    seen.page.evaluate(STAND_STILL)
+    until(lambda: seen.page.locator("body").get_attribute("data-still"))
+    picture: bytes = seen.page.screenshot(full_page=True, timeout=60_000)
+    height = seen.page.evaluate("document.documentElement.scrollHeight")
+    assert _size(picture)[1] == height
+    return picture
+
+
+def _size(picture: bytes) -> tuple[int, int]:
+    from PIL import Image
+
+    size: tuple[int, int] = Image.open(io.BytesIO(picture)).size
+    return size
 
 
 def _terminal(snapshots: list[Any]) -> str:

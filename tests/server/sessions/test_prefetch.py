@@ -267,4 +267,4 @@ def test_sessions_and_prefetches_over_ranks(
         assert ask(client)["cached_tokens_details"]["device"] == PAGES * PAGE
         assert client.get("/admin/cache").json()["violations"] == []
         child.terminate()
-        assert child.exit_code() == 0, child.said
+        assert child.exit_code() == 0, child.printed
