@@ -31,7 +31,7 @@ _NEVER = 1 << 40
 class HitRateRow:
     """Token hit rates at one capacity."""
 
-    share: float
+    fraction: float
     capacity_tokens: int
     hit_rates: dict[str, float]
     optimum: float

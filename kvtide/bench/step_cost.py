@@ -58,7 +58,7 @@ class Idle:
         return torch.zeros(len(step.tokens), 1)
 
     def carried(self, tokens: torch.Tensor) -> torch.Tensor:
-        raise AssertionError("there is no stage before")
+        return torch.zeros(len(tokens), 1)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return self._logits.expand(len(hidden), VOCABULARY)
@@ -90,12 +90,16 @@ def measure(name: str, batch: int, prompt_tokens: int, steps: int) -> StepCost:
     return StepCost(name, batch, statistics.median(times), times[int(0.99 * (steps - 1))])
 
 
-def _times(name: str, batch: int, prompt_tokens: int, steps: int) -> list[float]:
+def idle_cache(name: str, max_tokens: int) -> tuple[TieredCache, ModelMemory]:
+    """A cache for `Idle` models whose device holds so many tokens."""
     memory = ModelMemory(name, PAGE, MEMORIES[name], layers=LAYERS)
+    config = CacheConfig(Tokens(max_tokens), host_size=Ratio(2.0), tokens_per_checkpoint=1024)
+    return TieredCache(memory, config), memory
+
+
+def _times(name: str, batch: int, prompt_tokens: int, steps: int) -> list[float]:
     spare = 2 * batch * prompt_tokens // CHUNK + PAGE
-    capacity = Tokens(8 * batch * max(prompt_tokens + steps + spare, 4096))
-    config = CacheConfig(capacity, host_size=Ratio(2.0), tokens_per_checkpoint=1024)
-    cache = TieredCache(memory, config)
+    cache, memory = idle_cache(name, 8 * batch * max(prompt_tokens + steps + spare, 4096))
     engine = Engine(Idle(memory), cache, chunk_tokens=CHUNK, max_running=batch)
     for number in range(batch):
         prompt = [(number * 7919 + at * 31) % VOCABULARY for at in range(prompt_tokens)]

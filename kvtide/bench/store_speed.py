@@ -23,6 +23,11 @@ from kvtide.spec import catalog
 from kvtide.storage import Store, StoreError, object_formats
 from kvtide.storage.store import SPACE_BYTES
 from kvtide.storage.trial import new_keys
+from kvtide.tiers import Arrangement, Buffers, Layout, host_arena
+from kvtide.transfer.host_pages import tails
+from kvtide.transfer.shapes import OtherShapes
+from kvtide.transfer.storage_requests import SoughtPage, StoredPage
+from kvtide.transfer.store_link import StoreLink
 
 Progress = Callable[[Iterable[Any], int, str], Iterable[Any]]
 
@@ -33,6 +38,7 @@ WAYS = ("write", "read")
 ASKED_KEYS, KEYS_THERE = 10_000, 1_000
 SMALL_BYTES = 64
 OPENING_BATCH = 10_000
+LONGEST_S = 60.0
 
 
 class Driver(Protocol):
@@ -197,6 +203,143 @@ def _measured(
     beside = {name: statistics.median(rates[way, name]) for name in others}
     gb_s = statistics.median(own)
     return StoreMeasurement(case.name, case.object_bytes, case.objects, way, gb_s, beside, ratios)
+
+
+# -- ranks of another shape -----------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class ShapeCost:
+    """A prompt's pages by the shape that stored them: looked up, and those that are there read.
+
+    own_ms   by a link that knows this shape alone; `ms`: by one that finds those of any shape
+    lookup   milliseconds of the look-ups among them, own first
+    ratio    of `ms` to `own_ms`, the median of the turns' ratios
+    """
+
+    model: str
+    prompt_pages: int
+    stored_pages: int
+    own_ms: float
+    ms: float
+    lookup_ms: tuple[float, float]
+    ratio: float
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+class _Shared:
+    """The store under test for a link, which would close it."""
+
+    def __init__(self, store: Store) -> None:
+        self.name, self.lend, self.exists = store.name, store.lend, store.exists
+        self.read, self.write, self.remove = store.read, store.write, store.remove
+        self.clear, self.status = store.clear, store.status
+
+    def close(self) -> None:
+        """The caller closes the store."""
+
+
+class _ShapeLinks:
+    """Host pages of a model that one rank serves, and two links of them to a store."""
+
+    def __init__(self, store: Store, space: bytes, model: str, max_bytes: int) -> None:
+        self.memory = catalog.resolve(model).at_rest
+        formats = object_formats(self.memory, space)
+        anchors = [anchor.name for anchor in self.memory.anchors]
+        page_bytes = sum(formats[name].bytes for name in anchors)
+        self.pages = max(1, max_bytes // page_bytes)
+        slots = dict.fromkeys(anchors, self.pages)
+        page_first = Layout.PAGE_FIRST_DIRECT
+        host = Arrangement(self.memory, slots, page_first, tails(formats))
+        self._arena = host_arena(host.bytes, pinned=False)
+        buffers = Buffers(host, self._arena.data)
+        shapes = OtherShapes(host, space)
+        self.own = StoreLink(_Shared(store), formats, buffers)
+        self.any = StoreLink(_Shared(store), formats, buffers, shapes)
+        keys = new_keys(self.pages)
+        self.stored = [StoredPage(name, key, n) for name in anchors for n, key in enumerate(keys)]
+        self.missing = [
+            StoredPage(name, key, 0) for name in anchors for key in new_keys(self.pages)
+        ]
+
+    def write(self) -> None:
+        writing = self.own.write(self.stored, LONGEST_S)
+        _await(lambda: writing.quiet)
+        if writing.count != len(self.stored):
+            raise StoreError(f"{writing.count} of {len(self.stored)} pages written")
+
+    def restore(self, link: StoreLink, sought: Sequence[StoredPage]) -> tuple[float, float]:
+        """Milliseconds of a look-up, and of reading the pages that are stored."""
+        began = time.perf_counter()
+        lookup = link.look(
+            lambda: [SoughtPage(page.anchor, page.key) for page in sought], LONGEST_S
+        )
+        _await(lambda: lookup.over)
+        middle = time.perf_counter()
+        if sum(lookup.found or ()) != len(self.stored) or lookup.shapes:
+            raise StoreError(f"pages of this shape were not found ({lookup.error})")
+        reading = link.read(self.stored, LONGEST_S)
+        _await(lambda: reading.over and reading.quiet)
+        end = time.perf_counter()
+        if reading.ready != len(self.stored):
+            raise StoreError(f"{reading.ready} of {len(self.stored)} pages read")
+        return 1e3 * (middle - began), 1e3 * (end - middle)
+
+    def close(self) -> None:
+        self.own.close(LONGEST_S)
+        self.any.close(LONGEST_S)
+        self._arena.close()
+
+
+def shape_costs(
+    store: Store, space: bytes, model: str, max_bytes: int, turns: int, progress: Progress
+) -> list[ShapeCost]:
+    """Of a prompt that is stored, and of one whose second half is not."""
+    links = _ShapeLinks(store, space, model, max_bytes)
+    try:
+        links.write()
+        found = []
+        for sought in (links.stored, [*links.stored, *links.missing]):
+            took: list[tuple[tuple[float, float], tuple[float, float]]] = []
+            for turn in progress(range(turns + 1), turns + 1, f"{model}, pages of one shape"):
+                order = (links.own, links.any) if turn % 2 else (links.any, links.own)
+                times = {link: links.restore(link, sought) for link in order}
+                if turn:
+                    took.append((times[links.own], times[links.any]))
+            found.append(_shape_cost(model, len(sought), len(links.stored), took))
+        return found
+    finally:
+        links.close()
+
+
+def _shape_cost(
+    model: str,
+    prompt_pages: int,
+    stored_pages: int,
+    took: Sequence[tuple[tuple[float, float], tuple[float, float]]],
+) -> ShapeCost:
+    own, other = ([sum(times) for times in column] for column in zip(*took, strict=True))
+    looked = [statistics.median(times[0] for times in column) for column in zip(*took, strict=True)]
+    ratio = statistics.median(b / a for a, b in zip(own, other, strict=True))
+    return ShapeCost(
+        model,
+        prompt_pages,
+        stored_pages,
+        statistics.median(own),
+        statistics.median(other),
+        (looked[0], looked[1]),
+        ratio,
+    )
+
+
+def _await(true: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + LONGEST_S
+    while not true():
+        if time.monotonic() > deadline:
+            raise StoreError(f"a call of the store took over {LONGEST_S:g} s")
+        time.sleep(50e-6)
 
 
 # -- looking and opening --------------------------------------------------------------------

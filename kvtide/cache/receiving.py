@@ -162,7 +162,7 @@ class Receiving:
         """
         assert receipt.epoch in self._open and not receipt.landed.intersection(numbers)
         places = [receipt.places[number] for number in numbers]
-        self._index.adopt(receipt.arriving, places, absent, stored=False)
+        self._index.adopt_from_peer(receipt.arriving, places, absent)
         receipt.landed.update(numbers)
 
     def finish(self, receipt: Receipt) -> None:

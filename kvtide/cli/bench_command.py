@@ -248,7 +248,7 @@ def _run_hitrate(args: argparse.Namespace) -> int:
 def _hitrate_table(result: hitrate.Comparison, policies: list[str]) -> str:
     rows = [
         (
-            f"{row.share:.1%}",
+            f"{row.fraction:.1%}",
             *(f"{row.hit_rates[name]:.4f}" for name in policies),
             f"{row.optimum:.4f}",
             *(f"{row.gap_closed(name):+.1%}" for name in policies[1:]),

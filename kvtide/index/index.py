@@ -264,19 +264,20 @@ class Index:
         return self._imports_exports.take(lease, wanted)
 
     def adopt(
-        self,
-        arriving: Import,
-        here: Sequence[Taken],
-        absent: Sequence[Collection[str]],
-        *,
-        stored: bool = True,
+        self, arriving: Import, here: Sequence[Taken], absent: Sequence[Collection[str]]
     ) -> None:
-        """These pages of an import have come, in any order: matches find them on the host.
+        """These pages of an import have come from a store, in any order: matches find them on the
+        host.
 
-        `absent` names, for each of them, the optional sidecars that it lacks. `stored`: they come
-        from a store.
+        `absent` names, for each of them, the optional sidecars that it lacks.
         """
-        self._imports_exports.adopt(arriving, here, absent, stored=stored)
+        self._imports_exports.adopt(arriving, here, absent)
+
+    def adopt_from_peer(
+        self, arriving: Import, here: Sequence[Taken], absent: Sequence[Collection[str]]
+    ) -> None:
+        """The same of pages that are in no store."""
+        self._imports_exports.adopt_from_peer(arriving, here, absent)
 
     def depart(self, arriving: Import, adopted: Sequence[Taken]) -> Departure | None:
         """Pages of an import that came from a peer stay on the host until `departed`; None if none

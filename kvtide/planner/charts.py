@@ -32,14 +32,14 @@ from kvtide.planner.html_page import HtmlTable, html_page
 
 
 class ChartError(RuntimeError):
-    """A chart that cannot be drawn or written here. The message names the remedy."""
+    """A chart that cannot be rendered or written here. The message names the remedy."""
 
 
 # -- files ----------------------------------------------------------------------------------
 
 
 def png(curve: Curve) -> bytes:
-    """The chart drawn with matplotlib."""
+    """The chart rendered with matplotlib."""
     figure = check_png().Figure(figsize=(9.2, 5.2), dpi=150)
     figure.set_layout_engine("constrained", w_pad=0.2, h_pad=0.2)
     _draw(figure.add_subplot(), curve)

@@ -7,7 +7,8 @@ from typing import Any
 
 from kvtide.engine import Engine
 from kvtide.server.setup.store_setup import storage_report
-from kvtide.spec import Tier
+from kvtide.spec import PoolSpec, Tier
+from kvtide.spec.residency import hot_slots
 
 
 def cache_report(engine: Engine) -> dict[str, Any]:
@@ -96,19 +97,21 @@ def _pool(engine: Engine, name: str) -> dict[str, Any]:
         "reach": reach if isinstance(reach, int) else "all",
         "row_bytes": pool.row_bytes(engine.cache.memory.page_tokens),
         "home": home.name.lower(),
-        "hot": None if pool.hot is None else _hot(engine, name, pool.hot),
+        "hot": None if pool.hot is None else _hot(engine, pool),
     }
 
 
-def _hot(engine: Engine, name: str, entries: int) -> dict[str, Any]:
+def _hot(engine: Engine, pool: PoolSpec) -> dict[str, Any]:
     """How a pool on the host is used: `entries` of a request and layer are on the device."""
-    in_use, capacity = engine.cache.index.hot_rows
-    counts = engine.hot_counts()[name]
+    rows = dict(zip(("in_use", "capacity"), engine.cache.index.hot_rows, strict=True))
+    counts = engine.hot_counts()[pool.name]
     return {
-        "entries": entries,
-        "rows": {"in_use": in_use, "capacity": capacity},
+        "entries": pool.hot,
+        "rows": rows,
+        "slots": {state: hot_slots(pool, count) for state, count in rows.items()},
         "hits": sum(counts.hits.values()),
         "misses": sum(counts.misses.values()),
+        "gathered": sum(counts.gathered.values()),
         "hit_rate": counts.hit_rate,
         "swapped_bytes": counts.swapped_bytes,
     }

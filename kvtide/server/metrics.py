@@ -29,6 +29,7 @@ from kvtide.server.kv_events.open_publisher import EventPublisher
 from kvtide.server.service import ResponseStream
 from kvtide.server.sessions.session_metrics import session_metrics
 from kvtide.spec import ModelMemory, Tier
+from kvtide.spec.residency import hot_slots
 
 _ENDS = ("landed", "failed")
 _FETCH_OUTCOMES = (
@@ -223,29 +224,37 @@ def _pages(stats: Stats, memory: ModelMemory) -> Iterable[Metric]:
 
 
 def _hot(engine: Engine) -> Iterable[Metric]:
-    hits, misses = (
+    hits, misses, gathered = (
         CounterMetricFamily(f"kvtide_hot_{name}", text, labels=["pool", "layer"])
         for name, text in (
-            ("hits", "Selected entries that were on the device."),
-            ("misses", "Selected entries that were swapped in."),
+            ("hits", "Selected entries that were in a hot buffer."),
+            ("misses", "Selected entries that were swapped in to one."),
+            ("gathered", "Selected entries that prefill chunks read from the host."),
         )
     )
     swapped = CounterMetricFamily(
-        "kvtide_hot_swapped_bytes", "Bytes swapped in from the host.", labels=["pool"]
+        "kvtide_hot_swapped_bytes", "Bytes of misses and of gathered entries.", labels=["pool"]
     )
     for pool, counts in engine.hot_counts().items():
-        for layer, count in counts.hits.items():
-            hits.add_metric([pool, str(layer)], count)
-        for layer, count in counts.misses.items():
-            misses.add_metric([pool, str(layer)], count)
+        by_layer = ((hits, counts.hits), (misses, counts.misses), (gathered, counts.gathered))
+        for metric, found in by_layer:
+            for layer, count in found.items():
+                metric.add_metric([pool, str(layer)], count)
         swapped.add_metric([pool], counts.swapped_bytes)
-    yield from (hits, misses, swapped)
+    yield from (hits, misses, gathered, swapped)
     rows = GaugeMetricFamily(
         "kvtide_hot_rows", "Hot buffers of requests by state.", labels=["state"]
     )
+    slots = GaugeMetricFamily(
+        "kvtide_hot_slots",
+        "Entries that hot buffers hold, of all layers, by state.",
+        labels=["pool", "state"],
+    )
     for state, count in zip(("in_use", "capacity"), engine.cache.index.hot_rows, strict=True):
         rows.add_metric([state], count)
-    yield rows
+        for spec in engine.cache.memory.hot_pools:
+            slots.add_metric([spec.name, state], hot_slots(spec, count))
+    yield from (rows, slots)
 
 
 def _transfers(stats: Stats, memory: ModelMemory) -> Iterable[Metric]:

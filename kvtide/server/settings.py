@@ -50,6 +50,7 @@ from kvtide.server.tools.parser_registry import PARSERS, REASONING_PARSERS
 from kvtide.spec.residency import Residency
 from kvtide.tiers import TierSize
 from kvtide.transfer.backends import CELLS
+from kvtide.transfer.peer.transport import PROTOCOLS
 from kvtide.transfer.peer.transport_registry import TRANSPORTS
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -244,6 +245,12 @@ class Settings:
     handoff_transport: str = setting(
         _HANDOFF.transport, one_of(*TRANSPORTS), "what writes pages into a peer's memory", "T"
     )
+    handoff_protocol: str = setting(
+        _HANDOFF.protocol, one_of(*PROTOCOLS), "how Mooncake's engine sends", "P"
+    )
+    handoff_devices: str | None = setting(
+        None, parse_text, "network devices that it may use, with commas between them; all", "NAMES"
+    )
     handoff_min_tokens: int = setting(
         HANDOFF_MIN_TOKENS, count(0), "prompts that lack fewer tokens here are prefilled here", "N"
     )
@@ -276,6 +283,9 @@ class Settings:
     )
     kv_events_batches: int = setting(REPLAY_BATCHES, count(), "batches kept for replays", "N")
 
+    chat_template: str | None = setting(
+        None, parse_text, "a file with the chat template, instead of the checkpoint's own", "FILE"
+    )
     tool_parser: str | None = setting(
         None,
         one_of(*PARSERS),
@@ -420,6 +430,8 @@ class Settings:
             host=self.handoff_host,
             port=self.handoff_port,
             transport=self.handoff_transport,
+            protocol=self.handoff_protocol,
+            devices=self.handoff_devices or "",
             min_tokens=self.handoff_min_tokens,
             timeout_s=self.handoff_timeout_seconds,
             secret_file=self.handoff_secret_file,

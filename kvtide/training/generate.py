@@ -109,7 +109,7 @@ def generate(
     """What the target answers, in the order of prompts.
 
     All prompts are answered once before any is answered again. At `until`, a time of
-    `time.monotonic`, answers under way are cut off and the rest of them is left out.
+    `time.monotonic`, unfinished answers are cut off and the rest of them is left out.
     """
     page = target.memory.page_tokens
     longest = max(map(len, prompts)) + plan.max_tokens + 2 * page

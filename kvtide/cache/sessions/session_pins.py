@@ -3,7 +3,7 @@
 A session pins what its next turn needs to resume, in the tier where it is now, until its TTL has
 passed since its last request. Pins are bounded twice:
 
-- One session pins no more than its share: of a longer prefix the first part, as far as that can be
+- One session pins no more than its part: of a longer prefix the first part, as far as that can be
   resumed.
 - All sessions pin no more than their fraction of the device (of hot pools, of the host). Past it,
   the namespace that pins most gives up its least recently used session, and so on. So a namespace
@@ -100,11 +100,11 @@ class Session:
 class Sessions:
     """`TieredCache.sessions`, least recently used first.
 
-    fraction  the most of the home slots of every anchor that all sessions pin
-    share     the most of that which one of them pins
+    fraction       the most of the home slots of every anchor that all sessions pin
+    fraction_each  the most of that which one of them pins
     """
 
-    def __init__(self, index: Index, fraction: float, share: float) -> None:
+    def __init__(self, index: Index, fraction: float, fraction_each: float) -> None:
         memory = index.memory
         self._index = index
         self._page = memory.page_tokens
@@ -115,7 +115,7 @@ class Sessions:
             anchor.name: fraction * index.capacity(anchor.home, anchor.name)
             for anchor in memory.anchors
         }
-        self._limit = self._max_boundary(share)
+        self._limit = self._max_boundary(fraction_each)
         self._sessions: dict[str, Session] = {}
         self._pinned: dict[str, Counter[Owner]] = {name: Counter() for name in self._reaches}
         self._remembered: Counter[Owner] = Counter()
@@ -265,7 +265,7 @@ class Sessions:
             if session.lease is not None and not session.lease.live:
                 yield f"session {name!r} pins with a lease that was released"
             if session.lease is not None and session.lease.boundary > self._limit:
-                yield f"session {name!r} pins more than its share"
+                yield f"session {name!r} pins more than its part"
             if session.expires <= self.now and session.expires < self._next:
                 yield f"session {name!r} has expired, and nothing will end it"
         for anchor, pinned in self._pinned.items():
@@ -282,9 +282,9 @@ class Sessions:
 
     # -- the steps --------------------------------------------------------------------------
 
-    def _max_boundary(self, share: float) -> int:
+    def _max_boundary(self, fraction: float) -> int:
         """The page up to which one session may pin; pools that reach less far back fit anyway."""
-        limits = {name: int(share * pages) for name, pages in self._max_pages.items()}
+        limits = {name: int(fraction * pages) for name, pages in self._max_pages.items()}
         return min(
             [1 << 60]
             + [

@@ -30,6 +30,7 @@ ORIGINS = (*TIERS, "computed")
 BARS = " ▁▂▃▄▅▆▇█"
 MAX_LEVELS = 8
 MAX_ROWS = 8
+BETWEEN = "   "
 WIDE = 100
 """Columns from which parts stand side by side."""
 
@@ -42,7 +43,7 @@ def screen(s: Json, history: Sequence[Json], width: int, status: str = "live") -
         (_panel("prompt tokens by origin", _sources(s, history, inner)), _panel("TTFT", _ttft(s))),
         (_panel("requests", _requests(s)), _panel("why no longer prefix", _misses(s))),
     )
-    parts: list[RenderableType] = [_header(s, status), _tiles(s)]
+    parts: list[RenderableType] = [_header(s, status), _tiles(s, width)]
     for left, right in pairs[:2]:
         parts.append(_beside(left, right, width))
     parts.append(_panel("prefix tree: width = tokens, colour = tier", _tree(s, width - 4)))
@@ -127,7 +128,8 @@ def _header(s: Json, status: str) -> Text:
     return text
 
 
-def _tiles(s: Json) -> Text:
+def _tiles(s: Json, width: int) -> Text:
+    """Side by side, and on a further line those that do not fit."""
     saved, tokens, requests = s["saved"], s["tokens"], s["requests"]
     cached = sum(tokens[tier] for tier in TIERS)
     drafts, checks = s["speculation"], s["checks"]
@@ -138,9 +140,14 @@ def _tiles(s: Json) -> Text:
         ("accept length", f"{drafts['mean']:.2f}" if drafts and drafts["mean"] else "–"),
         ("restores checked", _checked(checks) if checks else "off"),
     )
-    return Text("   ").join(
-        Text.assemble((f"{name} ", "bright_black"), text) for name, text in tiles
-    )
+    lines: list[Text] = []
+    for name, text in tiles:
+        tile = Text.assemble((f"{name} ", "bright_black"), text)
+        if lines and len(lines[-1]) + len(BETWEEN) + len(tile) <= width:
+            lines[-1].append(BETWEEN).append_text(tile)
+        else:
+            lines.append(tile)
+    return Text("\n").join(lines)
 
 
 def _checked(checks: Json) -> Text:

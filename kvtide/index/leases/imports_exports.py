@@ -94,6 +94,21 @@ class ImportsExports:
         return arriving
 
     def adopt(
+        self, arriving: Import, here: Sequence[Taken], absent: Sequence[Collection[str]]
+    ) -> None:
+        """These pages of the import have come from a store: matches find them on the host.
+
+        `absent` names, for each of them, the optional sidecars that it lacks.
+        """
+        self._adopt(arriving, here, absent, stored=True)
+
+    def adopt_from_peer(
+        self, arriving: Import, here: Sequence[Taken], absent: Sequence[Collection[str]]
+    ) -> None:
+        """The same of pages that are in no store."""
+        self._adopt(arriving, here, absent, stored=False)
+
+    def _adopt(
         self,
         arriving: Import,
         here: Sequence[Taken],
@@ -101,11 +116,6 @@ class ImportsExports:
         *,
         stored: bool,
     ) -> None:
-        """These pages of the import have come: matches find them on the host from now on.
-
-        `absent` names, for each of them, the optional sidecars that it lacks. `stored`: they come
-        from a store.
-        """
         tree = self._tree
         assert arriving.live and arriving.lease.live and len(absent) == len(here)
         tree.tick += 1

@@ -102,7 +102,7 @@ class CostBased(Placement):
             rates[:, alignment] = _blended(*own, rate)
         self._rates = rates.reshape(-1)
 
-    # -- choosing ---------------------------------------------------------------------------
+    # -- placement --------------------------------------------------------------------------
 
     def _choose(self, start: int, end: int, taken: Sequence[int]) -> list[int]:
         """The boundaries that save most, each worth its price, between those that are taken.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import array
+import fcntl
 import ipaddress
 import socket
 import struct
@@ -38,8 +39,6 @@ Table = dict[ipaddress.IPv4Address | ipaddress.IPv6Address, str]
 
 
 def _ipv4() -> Table:
-    import fcntl
-
     room = array.array("B", bytes(_ENTRIES * _ENTRY_BYTES))
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         asked = struct.pack("iL", len(room), room.buffer_info()[0])

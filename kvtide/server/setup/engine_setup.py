@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 
@@ -18,7 +19,7 @@ from kvtide.models.checkpoint import Checkpoint, OnDevice, open_checkpoint
 from kvtide.models.default_model import NAME, default_model
 from kvtide.models.model import Decoder
 from kvtide.models.model_errors import CheckpointError
-from kvtide.models.tokenizer import load_tokenizer
+from kvtide.models.tokenizer import Tokenizer, load_tokenizer
 from kvtide.server.engine_rank import EngineRank
 from kvtide.server.handoff.rank_handoff import RankHandoff
 from kvtide.server.ranks.rank_group import rank_backend, ranks_per_gpu
@@ -94,6 +95,7 @@ def open_engine(settings: Settings, topology: RankTopology | None = None) -> Ser
     device = _device(settings)
     config = cache_config(settings)
     checkpoint = open_checkpoint(default_model() if settings.model is None else settings.model)
+    tokenizer = _tokenizer(settings, checkpoint)
     choice = choose_speculation(settings, checkpoint)
     draft_tokens = choice.draft_tokens(settings)
     drafts = 0 if choice.method == NO_SPECULATION else draft_tokens
@@ -122,7 +124,7 @@ def open_engine(settings: Settings, topology: RankTopology | None = None) -> Ser
     engine = Engine(
         model,
         cache,
-        load_tokenizer(checkpoint),
+        tokenizer,
         chunk_tokens=settings.step_tokens,
         max_running=settings.max_running,
         oracle=_oracle(settings, cache),
@@ -141,10 +143,34 @@ def open_engine(settings: Settings, topology: RankTopology | None = None) -> Ser
         cache.close()
         raise
     name = settings.name or (_name(checkpoint) if settings.model else NAME)
-    speculation = choice.sentence(draft_tokens)
     rank = EngineRank(engine, topology, handoff=handoff)
     formats = _formats(settings, checkpoint, engine)
-    return Serving(rank, name, storage, speculation, resident.sentence, formats)
+    return Serving(rank, name, storage, choice.sentence(draft_tokens), resident.sentence, formats)
+
+
+def _tokenizer(settings: Settings, checkpoint: Checkpoint) -> Tokenizer | None:
+    """The checkpoint's, with its own chat template or the one of the settings."""
+    if settings.chat_template is None:
+        return load_tokenizer(checkpoint)
+    try:
+        source = Path(settings.chat_template).read_text(encoding="utf-8")
+    except (OSError, UnicodeError) as flaw:
+        raise SettingsError(
+            f"--chat-template {settings.chat_template} cannot be read ({flaw}); give a file with a "
+            "template in Jinja"
+        ) from None
+    if not source.strip():
+        raise SettingsError(
+            f"--chat-template {settings.chat_template} is empty; give a file with a template in "
+            "Jinja"
+        )
+    tokenizer = load_tokenizer(checkpoint, source)
+    if tokenizer is None:
+        raise SettingsError(
+            "--chat-template writes text, and this model came without a tokenizer; add its "
+            "tokenizer.json, or drop the template"
+        )
+    return tokenizer
 
 
 def _formats(settings: Settings, checkpoint: Checkpoint, engine: Engine) -> ChatFormats:
