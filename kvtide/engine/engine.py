@@ -187,7 +187,7 @@ class Engine:
 
     def step(self) -> list[Update]:
         """One forward pass over every running request's next tokens."""
-        self._retract(self._without_prefix())
+        self._retract(self._failed_loads())
         if first := self._first_of_handoffs():
             return first  # At once: the client need not wait for a step.
         admits_beside = self._ahead.admits_beside
@@ -203,9 +203,9 @@ class Engine:
         self._overlap_copies(step.chunks)
         self._commit(step.chunks, output)
         updates, checks = self._sample(step.chunks, output)
-        self._settle(step.chunks, output, updates)
+        self._commit_accepted(step.chunks, output, updates)
         self.handoffs.outgoing.advance()
-        self._end(updates)
+        self._finish_and_draft(updates)
         self._runner.hot_counts.sample()
         return [update for update in updates if update.request not in checks]
 
@@ -216,8 +216,8 @@ class Engine:
 
     # -- the parts of a step ----------------------------------------------------------------
 
-    def _without_prefix(self) -> list[Request]:
-        """Requests whose prefix failed to load or is in quarantine: they compute it.
+    def _failed_loads(self) -> list[Request]:
+        """Requests whose prefix failed to load or is in quarantine: they are to recompute it.
 
         The cache was polled during the last step, if there was one. Transfers that landed since
         matter to loading requests, and to waiting ones that could be admitted.
@@ -263,7 +263,7 @@ class Engine:
         try:
             return step.launch()
         except TransferError:
-            self._restart(step.chunks)
+            self._recompute(step.chunks)
             return None
 
     def _overlap_copies(self, chunks: list[ScheduledChunk]) -> None:
@@ -277,7 +277,7 @@ class Engine:
         self.cache.poll()
         self._polled = True
 
-    def _restart(self, chunks: list[ScheduledChunk]) -> None:
+    def _recompute(self, chunks: list[ScheduledChunk]) -> None:
         """A prefix failed to load during the step, on any rank: none of its output is used. The
         requests wait again, and recompute what is not on the device."""
         self.computed = 0
@@ -285,7 +285,8 @@ class Engine:
         self._retract([chunk.request for chunk in chunks])
 
     def _retract(self, requests: list[Request]) -> None:
-        """Queue them again; after a failed load a request matches the device tier alone."""
+        """Queue them again. After a failed load a request matches the device tier alone, and
+        recomputes the rest."""
         for request in requests:
             if request.held.failed:
                 request.slowest_tier, request.reported = Tier.DEVICE, bool(request.output)
@@ -327,7 +328,7 @@ class Engine:
         counts = [1 + len(chunk.drafts) for chunk in chunks]
         firsts = list(accumulate(counts, initial=0))
         logits = output.last(numbers, counts)
-        checks = self._look(requests, self._runner.select(logits, firsts[:-1]))
+        checks = self._show_oracle(requests, self._runner.select(logits, firsts[:-1]))
         sampling = SamplingBatch(logits, self.masks.sampling_inputs(chunks), self._staging)
         self._overlap_next(chunks, sampling, output)
         sampled = sampling.read()
@@ -356,7 +357,7 @@ class Engine:
         else:
             self._ahead.prepare_next()
 
-    def _look(self, requests: list[Request], logits: Tensor) -> Collection[Request]:
+    def _show_oracle(self, requests: list[Request], logits: Tensor) -> Collection[Request]:
         """Show the oracle these logits; returns its own requests."""
         return self.oracle.look(requests, logits, self.submit) if self.oracle else ()
 
@@ -383,7 +384,7 @@ class Engine:
             self._speculation.verified(verified)
         return updates
 
-    def _settle(
+    def _commit_accepted(
         self, chunks: list[ScheduledChunk], output: StepOutput, updates: list[Update]
     ) -> None:
         """Commit what waited for acceptance, drafts' own state with it; begin to draft."""
@@ -399,7 +400,7 @@ class Engine:
             if chunk.drafts or self._written_late(chunk.request):
                 self._commit_computed(chunk.request)
 
-    def _end(self, updates: list[Update]) -> None:
+    def _finish_and_draft(self, updates: list[Update]) -> None:
         """Finish requests that had their last token, and retract those whose states are wrong; the
         others get drafts."""
         ended = self._finish_ended(updates)

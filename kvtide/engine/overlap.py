@@ -68,7 +68,7 @@ _NEXT = {
 }
 
 
-class Confirming(Protocol):
+class StepConfirmer(Protocol):
     """What `take` asks the scheduler."""
 
     def confirms(self, chunks: list[ScheduledChunk]) -> bool: ...
@@ -76,7 +76,7 @@ class Confirming(Protocol):
     def give_back(self, chunks: list[ScheduledChunk]) -> None: ...
 
 
-class Launching(Protocol):
+class StepLauncher(Protocol):
     """What launches steps: the runner."""
 
     def run(self, chunks: Sequence[ScheduledChunk]) -> StepOutput: ...
@@ -133,7 +133,7 @@ class _NextStep:
 class Overlap:
     """See the module."""
 
-    def __init__(self, cache: TieredCache, runner: Launching) -> None:
+    def __init__(self, cache: TieredCache, runner: StepLauncher) -> None:
         self._cache = cache
         self._runner = runner
         self._state = OverlapState.IDLE
@@ -158,7 +158,7 @@ class Overlap:
     def plan(self, planned: PlannedStep) -> None:
         """These chunks, which have slots, are the next step."""
         rows = [(chunk, chunk.request.held) for chunk in planned.chunks]
-        self._become(OverlapState.PLANNED)
+        self._transition(OverlapState.PLANNED)
         self._next = _NextStep(rows, planned.moves)
 
     def prepare(self) -> bool:
@@ -167,7 +167,7 @@ class Overlap:
         step = self._next
         prepared = self._runner.prepare([chunk for chunk, _ in step.rows], step.moves)
         if prepared is not None:
-            self._become(OverlapState.PREPARED)
+            self._transition(OverlapState.PREPARED)
             step.prepared = prepared
         return prepared is not None
 
@@ -185,14 +185,14 @@ class Overlap:
 
     def _launch(self, launch: Callable[[PreparedStep], LaunchedStep]) -> None:
         step = self._next
-        self._become(OverlapState.LAUNCHED)
+        self._transition(OverlapState.LAUNCHED)
         assert step.prepared is not None, "PREPARED comes before"
         self._cache.fence([lease for _, lease in step.rows])
         step.launched = launch(step.prepared)
 
     def forget(self) -> None:
         """The next step is scheduled afresh; slots stay taken."""
-        self._become(OverlapState.IDLE)
+        self._transition(OverlapState.IDLE)
 
     def drop(self, request: Request) -> bool:
         """Discard a request's row of a launched step: it ran on another token than was sampled.
@@ -206,10 +206,10 @@ class Overlap:
 
     # -- the current step -------------------------------------------------------------------
 
-    def take(self, scheduler: Confirming) -> CurrentStep | None:
+    def take(self, scheduler: StepConfirmer) -> CurrentStep | None:
         """Make the next step the current one; None, and discard it, if it is not wanted."""
         step, chunks = self._next, self.chunks
-        self._become(OverlapState.IDLE)
+        self._transition(OverlapState.IDLE)
         if step.launched is not None:
             chunks = [chunk for chunk in chunks if chunk.is_sampled]
             if step.moves:  # By accepted tokens.
@@ -238,7 +238,7 @@ class Overlap:
     def _fence(self, chunks: Sequence[ScheduledChunk]) -> None:
         self._cache.fence([chunk.request.held for chunk in chunks])
 
-    def _become(self, state: OverlapState) -> None:
+    def _transition(self, state: OverlapState) -> None:
         """The one place where the state changes."""
         assert state in _NEXT[self._state], f"{self._state.name} does not become {state.name}"
         if state is OverlapState.IDLE:

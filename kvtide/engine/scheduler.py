@@ -41,7 +41,7 @@ class Scheduler:
     largest batch. No more requests run than a step has tokens, so that all can decode.
 
     on_admitted    is called with every request that has its lease, before it is in a step
-    retractions    how often a running request was preempted and queued again
+    retractions    how often a running request was queued again: preempted, or to recompute
     blocked        the first waiting request found no slots; only requests that leave free some
     skips_loading  requests whose prefix is loading take no part in a step if others can run
     launches_ahead a step may be launched before the host knows its tokens: it is a CUDA graph
@@ -187,7 +187,7 @@ class Scheduler:
         return len(staying) < self._max_running and pages * page <= self._cache.history_tokens
 
     def retract(self, request: Request) -> None:
-        """Preempt: free its slots and queue it again. What it committed stays in the cache."""
+        """Free its slots and queue it again: preempted, or to recompute what failed to load."""
         if request.held.live:
             self._cache.retain(request.held)
         self.remove(request)

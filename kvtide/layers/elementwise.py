@@ -51,7 +51,7 @@ def relu_squared(x: Tensor) -> Tensor:
     return raised * raised
 
 
-def unit_length(x: Tensor, eps: float = 1e-6) -> Tensor:
+def l2norm(x: Tensor, eps: float = 1e-6) -> Tensor:
     """Vectors over the last axis, scaled to length one, in fp32."""
     wide = x.float()
     return wide * torch.rsqrt((wide * wide).sum(-1, keepdim=True) + eps)

@@ -41,11 +41,11 @@ class GatedDeltaState:
         self.dt_bias = blueprint.shard(bias, len(bias) // len(decays))
         self.decay = -torch.exp(blueprint.shard(decays))
 
-    def __call__(self, inputs: Tensor, dt: Tensor, strength: Tensor, run: ForwardPass) -> Tensor:
+    def __call__(self, inputs: Tensor, dt: Tensor, beta: Tensor, run: ForwardPass) -> Tensor:
         """(tokens, heads, values) in fp32, from inputs before the convolution; time steps and
         strengths before their functions."""
         convolved = self.ops.causal_conv(run, self.place, self.conv, inputs, self.activation)
-        gates = DeltaGates(dt, self.dt_bias, self.decay, strength)
+        gates = DeltaGates(dt, self.dt_bias, self.decay, beta)
         return self.ops.gated_delta(run, self.place, convolved, gates)
 
 
@@ -75,8 +75,8 @@ class GatedDelta:
     def __call__(self, x: Tensor, run: ForwardPass) -> Tensor:
         heads, width = self.memory.heads, self.memory.value_dim
         widths = (self.memory.channels, heads * width, heads, heads)
-        inputs, gate, strength, dt = self.project_in(x).split(widths, dim=-1)
-        out = self.memory(inputs, dt, strength, run)
+        inputs, gate, beta, dt = self.project_in(x).split(widths, dim=-1)
+        out = self.memory(inputs, dt, beta, run)
         return self.project_out(_gated(out, gate, self.norm, self.memory.activation))
 
 
@@ -104,7 +104,7 @@ class KimiDelta:
         decays = blueprint.tensor("A_log", torch.float32).flatten()
         part = WeightPart(len(decays), self.width)
         self.qkv = blueprint.columns("q_proj", "k_proj", "v_proj", unit=self.width)
-        self.strength = blueprint.columns("b_proj")
+        self.beta = blueprint.columns("b_proj")
         self.narrow = blueprint.linear("f_a_proj", "g_a_proj")
         self.forget = blueprint.columns("f_b_proj", unit=self.width)
         self.gate = blueprint.columns("g_b_proj", unit=self.width)
@@ -116,5 +116,5 @@ class KimiDelta:
 
     def __call__(self, x: Tensor, run: ForwardPass) -> Tensor:
         forgetting, gating = self.narrow(x).split(self.narrow.weight.shape[0] // 2, dim=-1)
-        out = self.memory(self.qkv(x), self.forget(forgetting), self.strength(x), run)
+        out = self.memory(self.qkv(x), self.forget(forgetting), self.beta(x), run)
         return self.project_out(_gated(out, self.gate(gating), self.norm, sigmoid))

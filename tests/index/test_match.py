@@ -283,7 +283,7 @@ def test_bitmaps_and_the_tree_allow_the_same_boundary(name: str, seed: int) -> N
 @pytest.mark.quick
 @pytest.mark.parametrize("name", ALL_MEMORIES)
 @pytest.mark.parametrize("seed", range(25))
-def test_an_order_has_what_its_boundary_needs_once_and_milestones_come_whole(
+def test_an_order_has_what_its_boundary_needs_once_and_parts_come_whole(
     name: str, seed: int
 ) -> None:
     memory, chance = ALL_MEMORIES[name], random.Random(f"{name} {seed}")

@@ -36,10 +36,10 @@ def by_definition(tokens: DeltaInput, state: Tensor) -> tuple[Tensor, Tensor]:
     after = state.double().clone()
     for i in range(len(tokens.query)):
         for head in range(HEADS):
-            key, strength = tokens.key[i, head].double(), tokens.strength[i, head].double()
+            key, beta = tokens.key[i, head].double(), tokens.beta[i, head].double()
             forget = torch.diag(tokens.log_decay[i, head].double().exp().expand(KEYS))
-            erase = torch.eye(KEYS) - strength * torch.outer(key, key)
-            written = strength * torch.outer(key, tokens.value[i, head].double())
+            erase = torch.eye(KEYS) - beta * torch.outer(key, key)
+            written = beta * torch.outer(key, tokens.value[i, head].double())
             after[head] = erase @ forget @ after[head] + written
             outputs[i, head] = tokens.query[i, head].double() @ after[head]
     return outputs, after

@@ -8,7 +8,8 @@ When the last page and the tail have landed, the request is admitted with all of
 computed.
 
 All ranks are given the same messages in the same order, and decide alike. One rank, the leader,
-has an `outbox`, and turns deadlines and lost connections into messages (`Failed`, `Silent`).
+has an `outbox`: its `server.handoff.prefill_connection` turns deadlines and lost connections into
+messages (`Failed`, `Silent`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The one rule of reuse: how deep may a prompt resume?
+"""Prefix matching: the deepest boundary at which a prompt can resume, over all pools.
 
 Walk the tree along the prompt, once. For every anchor, `run` is the number of contiguous pages up
 to here that are readable in any of the tiers asked. A page boundary b is valid iff for every
@@ -27,7 +27,7 @@ from kvtide.index.tree.node import Node
 from kvtide.index.tree.tree import Tree
 from kvtide.spec import ALL, ModelMemory, PoolSpec, Tier
 
-MILESTONES = 4
+READ_PARTS = 4
 """A fetch reads a quarter of the way at a time, each with all that its boundary needs."""
 
 Bits = npt.NDArray[np.bool_]
@@ -111,7 +111,7 @@ class Matcher:
         """
         limit = self._limit(prompt)
         nodes, last_pages = self._descend(prompt, limit)
-        boundary, matched = self._judge(nodes, last_pages, slowest, self._required)
+        boundary, matched = self._deepest_valid(nodes, last_pages, slowest, self._required)
         tick = self._tree.tick
         return Hit(prompt, boundary, matched, max(limit, 0), nodes, last_pages, slowest, tick)
 
@@ -154,7 +154,7 @@ class Matcher:
             offset = at * page_bytes
         return nodes, nodes[-1].pages if nodes else 0
 
-    def _judge(
+    def _deepest_valid(
         self, nodes: Sequence[Node], last_pages: int, slowest: Tier, required: int
     ) -> tuple[int, int]:
         """The deepest boundary valid for the `required` anchors (bits), and the match's end.
@@ -238,7 +238,7 @@ class Matcher:
     def _stop(self, hit: Hit, pool: PoolSpec) -> Stop:
         """How deep this pool alone would let the prompt resume, and why not deeper."""
         number = self._memory.anchors.index(pool)
-        limit, _ = self._judge(hit.nodes, hit.last_pages, hit.slowest, 1 << number)
+        limit, _ = self._deepest_valid(hit.nodes, hit.last_pages, hit.slowest, 1 << number)
         tiers = range(number, (hit.slowest + 1) * self._anchors, self._anchors)
         cells = {*tiers, self._tree.homes[number]}
         beyond = [node for node in hit.nodes if node.end > limit]
@@ -287,17 +287,17 @@ def deepest_boundary(memory: ModelMemory, limit: int, there: Mapping[str, Bits])
 def read_order(
     memory: ModelMemory, boundary: int, held: Mapping[str, Bits], there: Mapping[str, Bits]
 ) -> list[tuple[str, Pages]]:
-    """The pages to read for a boundary: milestone by milestone, each with all that it needs."""
-    steps = (boundary * n // MILESTONES for n in range(1, MILESTONES + 1))
-    stones = sorted({deepest_boundary(memory, step, there) for step in steps} - {0})
+    """The pages to read for a boundary: part by part, each with all that its own end needs."""
+    steps = (boundary * n // READ_PARTS for n in range(1, READ_PARTS + 1))
+    ends = sorted({deepest_boundary(memory, step, there) for step in steps} - {0})
     left = {pool.name: ~held[pool.name] & there[pool.name] for pool in memory.anchors}
     runs: list[tuple[str, Pages]] = []
-    for stone in stones:
+    for end in ends:
         for pool in memory.anchors:
             reach = pool.reuse.reach_pages(memory.page_tokens)
-            start = 0 if reach is None else max(0, stone - reach)
-            runs.append((pool.name, start + np.flatnonzero(left[pool.name][start:stone])))
-            left[pool.name][start:stone] = False
+            start = 0 if reach is None else max(0, end - reach)
+            runs.append((pool.name, start + np.flatnonzero(left[pool.name][start:end])))
+            left[pool.name][start:end] = False
     return runs
 
 

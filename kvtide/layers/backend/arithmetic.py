@@ -31,12 +31,12 @@ from torch.nn import functional
 
 from kvtide.layers.elementwise import (
     gelu_tanh,
+    l2norm,
     layer_norm,
     rms_norm,
     sigmoid,
     softplus,
     swish,
-    unit_length,
 )
 from kvtide.layers.rope import Rope
 
@@ -205,7 +205,7 @@ _ROW_FUNCTIONS: tuple[RowFunction, ...] = (
     softplus,
     _rotated,
     _unit_norm,
-    unit_length,
+    l2norm,
     _unit_layer_norm,
     lambda rows: rows.softmax(-1),
 )

@@ -17,17 +17,19 @@ from kvtide.layers.native.native_ops import NativeOps
 def choose(deterministic: bool, device: torch.device) -> Ops:
     """Native kernels or torch references on a CPU, Triton kernels on a CUDA device.
 
-    A deterministic model runs the references on every device; its entries are written by a kernel
-    where there is one, with the same bytes.
+    A deterministic model runs the references on every device. On a CUDA device the Triton kernel
+    still writes its KV entries, with the same bytes.
     """
     if device.type == "cuda":
         # By name, for Triton is installed only where there is such a device.
         triton_ops = import_module("kvtide.layers.backend.triton_ops")
-        made: Ops
-        made = (
-            triton_ops.WrittenByKernel(Deterministic()) if deterministic else triton_ops.TritonOps()
+        ops: Ops
+        ops = (
+            triton_ops.TorchOpsWithKernelWrites(Deterministic())
+            if deterministic
+            else triton_ops.TritonOps()
         )
-        return made
+        return ops
     if deterministic:
         return TorchOps(Deterministic())
     native = library()

@@ -122,7 +122,7 @@ class DeltaGates:
     dt: Tensor
     dt_bias: Tensor
     decay: Tensor
-    strength: Tensor
+    beta: Tensor
 
 
 @dataclass(frozen=True, slots=True)

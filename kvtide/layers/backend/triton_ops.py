@@ -47,7 +47,7 @@ from kvtide.layers.kernels.swap_in import swap_in
 from kvtide.layers.packing import Fields
 
 
-class WrittenByKernel(TorchOps):
+class TorchOpsWithKernelWrites(TorchOps):
     """The torch references, but entries are written by a kernel: the bytes are the same."""
 
     def kv_write(self, run: ForwardPass, place: Place, entries: Mapping[str, Tensor]) -> Fields:
@@ -56,7 +56,7 @@ class WrittenByKernel(TorchOps):
         return kv_write(run, place, entries)
 
 
-class TritonOps(WrittenByKernel):
+class TritonOps(TorchOpsWithKernelWrites):
     """Each operation by its kernel; what it computes, `Ops` says."""
 
     uses_kernels = True

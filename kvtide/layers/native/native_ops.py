@@ -292,13 +292,13 @@ class NativeOps(TorchOps):
         heads, keys, values = place.field("delta").shape
         dt = functional.softplus(gates.dt.float() + gates.dt_bias, threshold=80.0)
         log_decay = gates.decay[:, None] * dt.unflatten(1, (heads, -1))
-        log_decay, strength = log_decay.contiguous(), gates.strength.float().sigmoid().contiguous()
+        log_decay, beta = log_decay.contiguous(), gates.beta.float().sigmoid().contiguous()
         out = convolved.new_empty(convolved.shape[0], heads, values)
         self._functions.delta(
             out.data_ptr(),
             convolved.data_ptr(),
             log_decay.data_ptr(),
-            strength.data_ptr(),
+            beta.data_ptr(),
             _states(run, place, "delta"),
             heads,
             (convolved.shape[1] - heads * values) // (2 * keys),

@@ -44,7 +44,7 @@ void unit(float* to, const float* x, int64_t width, float gain) {
 extern "C" {
 
 // The gated delta rule. `inputs` are queries and keys of `key_heads`, and values of `heads`.
-void kvtide_delta(float* out, const float* inputs, const float* log_decay, const float* strength,
+void kvtide_delta(float* out, const float* inputs, const float* log_decay, const float* beta,
                   const States* states, int64_t heads, int64_t key_heads, int64_t keys,
                   int64_t values, int64_t decays, int threads) {
   const States& s = *states;
@@ -75,7 +75,7 @@ void kvtide_delta(float* out, const float* inputs, const float* log_decay, const
           missed[v] -= line[v] * by;
         }
       }
-      const float strong = strength[token * heads + head];
+      const float strong = beta[token * heads + head];
       for (int64_t v = 0; v < values; v++) missed[v] *= strong;
       for (int64_t k = 0; k < keys; k++) {
         const float by = key[k], asked = query[k];

@@ -1,13 +1,13 @@
-"""The gated delta rule: the torch reference, in two orders of the same sums.
+"""The gated delta rule in two orders of the same sums: as `kernels/recurrent/gated_delta` has it.
 
-    state ← decay ⊙ state        state ← state + strength · key ⊗ (value − keyᵀ state)
+    state ← decay ⊙ state        state ← state + beta · key ⊗ (value − keyᵀ state)
     y = queryᵀ state
 
 `delta_tokens` does it as written, token by token, so a token's result depends on its history alone.
-`delta_chunks` takes a chunk of tokens together: their writes solve one triangular system, and the
+`delta_chunks` takes a chunk of tokens together: their deltas solve one triangular system, and the
 rest are GEMMs. It is faster, and equal but for rounding.
 
-Shapes: query and key (tokens, heads, keys), value (tokens, heads, values), strength (tokens,
+Shapes: query and key (tokens, heads, keys), value (tokens, heads, values), beta (tokens,
 heads), state (heads, keys, values); all fp32. The decay's logarithm is (tokens, heads, 1) with one
 decay a head (gated delta), (tokens, heads, keys) with one for each channel of a key (KDA).
 """
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from kvtide.layers.backend.arithmetic import Arithmetic
 from kvtide.layers.backend.kernel_args import DeltaGates
-from kvtide.layers.elementwise import sigmoid, softplus, unit_length
+from kvtide.layers.elementwise import l2norm, sigmoid, softplus
 from kvtide.layers.forward import ForwardPass, Place
 from kvtide.layers.reference.ssd_scan import decay_between
 
@@ -38,7 +38,7 @@ class DeltaInput:
     key: Tensor
     value: Tensor
     log_decay: Tensor
-    strength: Tensor
+    beta: Tensor
 
     def span(self, start: int, end: int) -> DeltaInput:
         return DeltaInput(*(getattr(self, name)[start:end] for name in self.__slots__))
@@ -55,13 +55,13 @@ def gated_delta(
     convolved: Tensor,
     gates: DeltaGates,
 ) -> Tensor:
-    """(tokens, heads, values) in fp32, from and to the running states.
+    """(tokens, heads, values) in fp32, from and to the recurrent states.
 
     Of queries, keys and values side by side in fp32; heads of values may share a query and a key.
     """
     heads, key_dim, value_dim = place.field("delta").shape
     recur = arithmetic.order(delta_chunks, delta_tokens)
-    strength = arithmetic.rowwise(sigmoid, gates.strength)
+    beta = arithmetic.rowwise(sigmoid, gates.beta)
     dt = arithmetic.rowwise(softplus, gates.dt.float() + gates.dt_bias)
     log_decay = gates.decay[:, None] * dt.unflatten(1, (heads, -1))
     values = heads * value_dim
@@ -69,23 +69,23 @@ def gated_delta(
     for rows in run.sequences:
         before, ours = run.read_state(place, rows), slice(rows.start, rows.end)
         queries_keys, value = convolved[ours].split((convolved.shape[1] - values, values), dim=-1)
-        query, key = _directions(arithmetic, queries_keys, heads, key_dim)
+        query, key = _l2norm_queries_keys(arithmetic, queries_keys, heads, key_dim)
         value = value.reshape(-1, heads, value_dim)
         shape = (heads, key_dim, value_dim)
         state = convolved.new_zeros(shape) if before is None else before["delta"]
-        tokens = DeltaInput(query, key, value, log_decay[ours], strength[ours])
+        tokens = DeltaInput(query, key, value, log_decay[ours], beta[ours])
         output, state = recur(tokens, state)
         run.write_state(place, rows, {"delta": state})
         outputs.append(output)
     return torch.cat(outputs)
 
 
-def _directions(
+def _l2norm_queries_keys(
     arithmetic: Arithmetic, queries_keys: Tensor, heads: int, key_dim: int
 ) -> tuple[Tensor, Tensor]:
     """Queries and keys of length one, for every head of values; queries scaled."""
     by_head = queries_keys.reshape(len(queries_keys), 2, -1, key_dim)
-    by_head = arithmetic.rowwise(unit_length, by_head)
+    by_head = arithmetic.rowwise(l2norm, by_head)
     by_head = by_head.repeat_interleave(heads // by_head.shape[2], dim=2)
     return by_head[:, 0] * key_dim**-0.5, by_head[:, 1]
 
@@ -96,16 +96,16 @@ def delta_tokens(tokens: DeltaInput, state: Tensor) -> tuple[Tensor, Tensor]:
     for i in range(len(tokens.query)):
         query, key = tokens.query[i, :, :, None], tokens.key[i, :, :, None]
         state = torch.exp(tokens.log_decay[i])[:, :, None] * state
-        missed = tokens.value[i] - (state * key).sum(1)
-        state = state + key * (missed * tokens.strength[i, :, None])[:, None]
+        residual = tokens.value[i] - (state * key).sum(1)
+        state = state + key * (residual * tokens.beta[i, :, None])[:, None]
         outputs.append((state * query).sum(1))
     return torch.stack(outputs), state
 
 
 def delta_chunks(tokens: DeltaInput, state: Tensor) -> tuple[Tensor, Tensor]:
     """As `delta_tokens`."""
-    even = tokens.log_decay.shape[-1] == 1
-    size = _CHUNK_TOKENS if even else _CHUNK_TOKENS_BY_CHANNEL
+    per_head = tokens.log_decay.shape[-1] == 1
+    size = _CHUNK_TOKENS if per_head else _CHUNK_TOKENS_BY_CHANNEL
     outputs = []
     for start in range(0, len(tokens.query), size):
         output, state = _delta_chunk(tokens.span(start, start + size).by_head(), state)
@@ -117,14 +117,14 @@ def _delta_chunk(tokens: DeltaInput, state: Tensor) -> tuple[Tensor, Tensor]:
     """Heads first throughout."""
     between = decay_between(tokens.log_decay.mT)
     from_before, to_end = between[..., 0].mT, between[..., -1, 1:].mT
-    between, strength = between[..., 1:], tokens.strength[..., None]
-    seen = strength * _decayed_matmul(tokens.key, tokens.key, between)
-    first = strength * (tokens.value - (tokens.key * from_before) @ state)
+    between, beta = between[..., 1:], tokens.beta[..., None]
+    mixing = beta * _decayed_matmul(tokens.key, tokens.key, between)
+    rhs = beta * (tokens.value - (tokens.key * from_before) @ state)
     # Only the part below the diagonal is read; the diagonal counts as ones.
-    written = torch.linalg.solve_triangular(seen, first, upper=False, unitriangular=True)
+    delta = torch.linalg.solve_triangular(mixing, rhs, upper=False, unitriangular=True)
     output = (tokens.query * from_before) @ state
-    output = output + _decayed_matmul(tokens.query, tokens.key, between) @ written
-    state = from_before[:, -1, :, None] * state + (tokens.key * to_end).mT @ written
+    output = output + _decayed_matmul(tokens.query, tokens.key, between) @ delta
+    state = from_before[:, -1, :, None] * state + (tokens.key * to_end).mT @ delta
     return output, state
 
 

@@ -1,7 +1,7 @@
 """The leader of a decode server: all prefill servers that its requests name.
 
-The engine's messages go to the peer that they name (`prefill_peer`). What a peer says goes to all
-ranks as engine commands, as does what it can no longer say.
+The engine's messages go to the peer that they name (`prefill_connection`). What a peer says, or can
+no longer say, goes to all ranks as engine commands.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kvtide.server.handoff.peer_commands import (
     PeerSaid,
     RevokeMemory,
 )
-from kvtide.server.handoff.prefill_peer import PrefillPeer
+from kvtide.server.handoff.prefill_connection import PrefillConnection
 from kvtide.server.handoff.rank_handoff import RankHandoff
 from kvtide.server.service import Service
 
@@ -38,7 +38,7 @@ class DecodeSide:
         self._service, self._rank = service, rank
         self._instance = secrets.token_hex(8)
         self._lock = threading.Lock()
-        self._peers: dict[str, PrefillPeer] = {}
+        self._peers: dict[str, PrefillConnection] = {}
 
     # -- from the engine and the server -----------------------------------------------------
 
@@ -46,7 +46,7 @@ class DecodeSide:
         """The engine's outbox. Never blocks."""
         with self._lock:
             if peer not in self._peers:
-                self._peers[peer] = PrefillPeer(peer, self)
+                self._peers[peer] = PrefillConnection(peer, self)
             self._peers[peer].send(message)
 
     def in_flight(self, peer: str) -> int:

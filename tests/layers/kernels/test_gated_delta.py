@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvtide.layers.backend.kernel_args import DeltaGates
-from kvtide.layers.elementwise import sigmoid, softplus, unit_length
+from kvtide.layers.elementwise import l2norm, sigmoid, softplus
 from kvtide.layers.kernels.recurrent.gated_delta import gated_delta
 from kvtide.layers.reference.gated_delta import DeltaInput, delta_tokens
 from kvtide.spec import DType, Field
@@ -42,10 +42,10 @@ class Case:
         convolved[:, key_width : 2 * key_width] += self.alike
         dt = randn(generator, count, channels).to(device, dtype)
         # Most strengths near one.
-        strength = randn(generator, count, self.heads + 2).to(device, dtype)[:, :-2] * 2 + 2
+        beta = randn(generator, count, self.heads + 2).to(device, dtype)[:, :-2] * 2 + 2
         decay = -torch.rand(self.heads, generator=generator).to(device) * self.steepest
         bias = randn(generator, channels).to(device)
-        return convolved.to(device, dtype), DeltaGates(dt, bias, decay, strength)
+        return convolved.to(device, dtype), DeltaGates(dt, bias, decay, beta)
 
 
 CASES = {
@@ -70,12 +70,12 @@ def plain(one: World, case: Case, convolved: Tensor, gates: DeltaGates) -> list[
     width = case.key_heads * case.keys
     query, key, value = convolved.float().split((width, width, case.heads * case.values), -1)
     value = value.unflatten(1, (case.heads, case.values))
-    query, key = (unit_length(t.unflatten(1, (-1, case.keys))) for t in (query, key))
+    query, key = (l2norm(t.unflatten(1, (-1, case.keys))) for t in (query, key))
     each = case.heads // case.key_heads
     query, key = (t.repeat_interleave(each, 1) for t in (query * case.keys**-0.5, key))
     dt = softplus(gates.dt.float() + gates.dt_bias)
     log_decay = gates.decay[:, None] * dt.unflatten(1, (case.heads, -1))
-    tokens = DeltaInput(query, key, value, log_decay, sigmoid(gates.strength))
+    tokens = DeltaInput(query, key, value, log_decay, sigmoid(gates.beta))
     outputs, states = [], []
     for rows, state in zip(one.rows, one.states, strict=True):
         zeros = value.new_zeros(case.heads, case.keys, case.values)

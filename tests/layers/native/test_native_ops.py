@@ -240,8 +240,8 @@ def test_gated_delta(by_channel: bool, step: list[tuple[int, int]], native: Nati
     def run(ops: TorchOps, given: ForwardPass, place: Place) -> Tensor:
         torch.manual_seed(0)
         channels = heads * (keys if by_channel else 1)
-        dt, strength = torch.randn(count, channels), torch.randn(count, heads + 2)[:, :-2]
-        gates = DeltaGates(dt, torch.randn(channels), -torch.rand(heads), strength)
+        dt, beta = torch.randn(count, channels), torch.randn(count, heads + 2)[:, :-2]
+        gates = DeltaGates(dt, torch.randn(channels), -torch.rand(heads), beta)
         inputs = torch.randn(count, 2 * 2 * keys + heads * values)
         return ops.gated_delta(given, place, inputs, gates)
 

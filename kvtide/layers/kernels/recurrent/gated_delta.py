@@ -121,8 +121,8 @@ def gated_delta(run: ForwardPass, place: Place, convolved: Tensor, gates: DeltaG
 
 
 def _gate_arguments(gates: DeltaGates) -> tuple[Tensor | int, ...]:
-    dt, strength = gates.dt, gates.strength
-    return dt, dt.stride(0), gates.dt_bias, gates.decay, strength, strength.stride(0)
+    dt, beta = gates.dt, gates.beta
+    return dt, dt.stride(0), gates.dt_bias, gates.decay, beta, beta.stride(0)
 
 
 def _launch_prepare(

@@ -1,4 +1,4 @@
-"""A prefill server as the leader of a decode server knows it: one connection, and what it was sent.
+"""On a decode server: the connection to one prefill server, what it was sent, and when it is lost.
 
 A thread of its own delivers the engine's messages, so that no step waits for a connection. Another
 thread opens the connection, so that no request waits long for a peer that does not answer.
@@ -74,7 +74,7 @@ class OwnSide(Protocol):
     def retire(self, peer: str, is_idle: Callable[[], bool]) -> bool: ...
 
 
-class _Connection:
+class _Channel:
     """A channel, and the peer's processes if they are on this machine: the dead write no more."""
 
     def __init__(self, channel: Channel) -> None:
@@ -104,7 +104,7 @@ class _SentSlots:
     """Slots that the peer was sent. `since`: when something last landed, or their handoff ended."""
 
     room: str
-    over: _Connection
+    over: _Channel
     since: float
     failed: bool = False
 
@@ -125,7 +125,7 @@ class _Waiting:
     since: float
 
 
-class PrefillPeer:
+class PrefillConnection:
     """`address` is where the prefill server listens for handoffs."""
 
     def __init__(self, address: str, side: OwnSide) -> None:
@@ -133,8 +133,8 @@ class PrefillPeer:
         self.last_error = ""
         self._patience_s = min(PATIENCE_S, side.timeout_s)
         self._queue: queue.SimpleQueue[Message | _Opened | None] = queue.SimpleQueue()
-        self._connection: _Connection | None = None
-        self._former: list[_Connection] = []
+        self._connection: _Channel | None = None
+        self._former: list[_Channel] = []
         self._opening_since: float | None = None
         self._next_try = 0.0
         self._descriptors: list[Json] | None = None
@@ -320,7 +320,7 @@ class PrefillPeer:
             self._side.lost(self.address)
             return
         self._confirm_gone()
-        connection = _Connection(opened.channel)
+        connection = _Channel(opened.channel)
         if self._connection is not None:
             self._former.append(self._connection)
         self._connection = connection
@@ -332,7 +332,7 @@ class PrefillPeer:
         for each in waiting:
             self._send(each.messages)
 
-    def _lost(self, connection: _Connection, reason: str) -> None:
+    def _lost(self, connection: _Channel, reason: str) -> None:
         """On the channel's thread, after its last message."""
         if self._closing:
             return
