@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -10,8 +11,9 @@ from pathlib import Path
 import pytest
 
 import kvtide
+from kvtide.server.kv_events import publisher
 from kvtide.server.kv_events.kv_event_settings import KVEventSettings, parse_endpoint
-from kvtide.server.kv_events.open_publisher import open_publisher
+from kvtide.server.kv_events.publisher import Publisher
 from kvtide.server.setting_values import SettingsError
 from kvtide.server.settings import Settings
 from tests.index.building import build
@@ -103,21 +105,27 @@ def test_a_replay_endpoint_alone_is_refused() -> None:
 # -- libraries ------------------------------------------------------------------------------------
 
 
-def test_only_the_publisher_needs_zmq_and_msgpack() -> None:
+def test_only_the_publishers_process_needs_zmq_and_msgpack() -> None:
     """So the cache, the engine and a server that does not publish work without them."""
     importers, users = set(), set()
     for path in Path(kvtide.__file__).parent.rglob("*.py"):
         text = path.read_text()
         if re.search(r"^\s*(import|from) (zmq|msgpack)\b", text, re.M):
             importers.add(path.stem)
-        if re.search(r"^\s*(import|from) \S+\.(publisher|event_encoding)\b", text, re.M):
+        if re.search(r"^\s*from \S+\.(publisher_process|broadcast|event_encoding)\b", text, re.M):
             users.add(path.stem)
-    assert importers == {"publisher", "event_encoding", "kv_event_cost"}
-    assert users == {"publisher", "kv_event_cost"}
+    assert importers == {"broadcast", "publisher_process", "event_encoding", "kv_event_cost"}
+    assert users == {"broadcast", "publisher_process", "kv_event_cost"}
+
+
+def test_the_process_does_without_torch() -> None:
+    """It starts in a moment, and takes little memory."""
+    loads = "import sys, kvtide.server.kv_events.publisher_process; print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", loads], capture_output=True, text=True).stdout
+    assert "zmq" in loaded.split() and "torch" not in loaded.split()
 
 
 def test_a_server_that_cannot_publish_names_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "kvtide.server.kv_events.publisher", raising=False)
-    monkeypatch.setitem(sys.modules, "zmq", None)
+    monkeypatch.setattr(publisher, "LIBRARIES", ("zmq", "no_such_library"))
     with pytest.raises(SettingsError, match=r"install kvtide\[events\]"):
-        open_publisher(KVEventSettings(LOCAL, LOCAL), build(FULL), lambda: None)
+        Publisher(KVEventSettings(LOCAL, LOCAL), build(FULL), lambda: None)
