@@ -14,6 +14,7 @@ from pathlib import Path
 from kvtide.cache import Namespace
 from kvtide.server.kv_events.block_hashes import VllmHashes
 from kvtide.server.kv_events.kv_event_settings import KVEventSettings
+from kvtide.server.kv_events.kv_groups import kv_groups
 from kvtide.server.kv_events.publisher import Publisher
 from kvtide.server.kv_events.publishing import FollowStorage
 from kvtide.spec import ModelMemory, RankShape, Tier
@@ -28,7 +29,6 @@ LOCAL = "tcp://127.0.0.1:0"
 CAP_BYTES = 30 * 4096
 """Of the folder: about as many pages, which take a block each. The host has room for fewer."""
 NAMESPACES = (Namespace(), Namespace(), Namespace(adapter="lora"), Namespace(cache_salt="salt"))
-HISTORY = "kv"
 Asked = tuple[tuple[int, ...], Namespace]
 
 
@@ -79,6 +79,7 @@ class Stocked:
 
     def kill(self) -> None:
         """As by SIGKILL: the publisher's process alone notices that the server has ended."""
+        self.publisher._closing.set()
         self.publisher._process.end()
         self.store.close()
 
@@ -113,7 +114,9 @@ class Stocked:
         """A prompt arrives, and what the store has of it is fetched."""
         tokens, namespace = asked or self.prompt()
         self.seen[tokens, namespace] = None
-        self.cache.storage.fetch(self.cache.prompt(tokens, namespace))
+        # A page is sought if a token comes after it, which is to be computed.
+        more = (9,) if len(tokens) % PAGE == 0 else ()
+        self.cache.storage.fetch(self.cache.prompt(tokens + more, namespace))
         settle(self.rig)
         return tokens, namespace
 
@@ -154,7 +157,9 @@ class Stocked:
 
     def _objects(self, asked: Asked) -> list[bytes]:
         """The keys of the history's objects, page by page."""
-        (suffix,) = self.cache.storage.object_suffixes(HISTORY, RankShape())
+        groups = kv_groups(self.cache.memory)
+        history = next(anchor for anchor, group in groups.items() if group.history)
+        (suffix,) = self.cache.storage.object_suffixes(history, RankShape())
         pages = self.cache.index.page_keys(self.cache.index.prompt(*asked))
         return [object_key(page.key, suffix) for page in pages]
 

@@ -34,6 +34,7 @@ def followed(name: str = "full", **options: object) -> Iterator[tuple[Followed, 
         publisher.close()
 
 
+@pytest.mark.quick(name=["full", "window and state", "hot v4"])
 @pytest.mark.parametrize("name", sorted(ALL_MEMORIES))
 def test_a_subscriber_knows_what_the_index_has(name: str) -> None:
     with followed(name) as (made, consumer):

@@ -31,7 +31,7 @@ def stocked(folder: Path, name: str = "full", seed: int = 0) -> Iterator[tuple[S
 
 
 @pytest.mark.quick(name=["full", "drafted"])
-@pytest.mark.parametrize("name", ["full", "window", "window and state", "drafted", "hot"])
+@pytest.mark.parametrize("name", ["full", "window", "window_and_state", "drafted", "hot"])
 def test_a_consumer_knows_what_the_folder_has(name: str, tmp_path: Path) -> None:
     """Whatever it evicts for its cap, loses, has in quarantine or is cleared of."""
     with stocked(tmp_path, name) as (made, consumer):
