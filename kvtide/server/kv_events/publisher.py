@@ -14,6 +14,7 @@ engine runs in. A process that ends is started again, and gets the index anew.
 from __future__ import annotations
 
 import logging
+import select
 import subprocess
 import sys
 import threading
@@ -183,6 +184,8 @@ class _Process:
                 command, stdin=subprocess.DEVNULL, pass_fds=[its.fileno()]
             )
         self.id = self._process.pid
+        self._reports = select.poll()  # `Connection.poll` makes a selector each time.
+        self._reports.register(self._connection.fileno(), select.POLLIN)
         answer = self._begun(start)
         if isinstance(answer, Refused):
             self.close(CLOSE_S)
@@ -208,7 +211,7 @@ class _Process:
 
     def hear(self, timeout_s: float) -> None:
         """Take in reports; the first one may take so long to come."""
-        while self._connection.poll(timeout_s):
+        while self._reports.poll(timeout_s * 1e3):
             self.reported = self._connection.recv()
             timeout_s = 0.0
 

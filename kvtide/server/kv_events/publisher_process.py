@@ -10,6 +10,7 @@ ignores signals, which the server handles.
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import sys
 import time
@@ -34,6 +35,9 @@ BATCH_PAGES = 256
 """A batch is sent once it is about so many blocks, or when a feed ends."""
 LOOK_MS = 50
 """How often the folder is looked at while nothing else happens."""
+REPORT_S = 0.1
+NICENESS = 10
+"""Where cores are scarce, events wait for the engine's steps and not the other way round."""
 RETRY_S = 1.0
 """How long after an error a folder is opened again."""
 
@@ -53,6 +57,7 @@ class PublisherProcess:
         self._changes = 0
         self._counts = PublisherCounts()
         self._reported: object = None
+        self._report_at = 0.0
         self.broadcast = Broadcast(start.settings, self._counts, self._state, self._shown)
 
     def run(self, server: Connection) -> None:
@@ -153,10 +158,11 @@ class PublisherProcess:
         return sum(len(run.blocks) for run in self._table.everything())
 
     def _report(self, server: Connection) -> None:
-        counts = self._counts
+        """What is new, but not too often: the server's thread reads it beside the engine's."""
+        counts, now = self._counts, time.monotonic()
         done = (self._changes, counts.batches, counts.replays.total(), counts.cut_off)
-        if done != self._reported:
-            self._reported = done
+        if done != self._reported and now >= self._report_at:
+            self._reported, self._report_at = done, now + REPORT_S
             server.send(PublisherReport(self._changes, counts))
 
 
@@ -168,6 +174,7 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    os.nice(NICENESS)
     server = Connection(int(sys.argv[1]))
     try:
         publisher = PublisherProcess(server.recv())
