@@ -144,6 +144,14 @@ class Consumer:
         here.difference_update(event["block_hashes"])
 
 
+def until(true: Callable[[], object]) -> None:
+    """Wait for what takes a moment."""
+    deadline = time.monotonic() + DEADLINE_S
+    while not true():
+        assert time.monotonic() < deadline, "it does not come to be"
+        time.sleep(0.005)
+
+
 # -- what an index has ----------------------------------------------------------------------------
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,6 +14,7 @@ from kvtide.spec import Tier
 from tests.index import traffic as traffic_module
 from tests.index.memories import PAGE
 from tests.processes import free_port
+from tests.server.kv_events.consuming import until
 from tests.server.kv_events.following import LOCAL, Followed
 from tests.server.kv_events.indexing import MAX_S, Indexer, LossyRoute, install
 
@@ -74,13 +75,6 @@ def agree(made: Followed, indexer: Indexer, instance: int = 1) -> set[Answer]:
 def follow(indexer: Indexer, made: Followed, instance: int = 1) -> None:
     publisher = made.publisher
     indexer.register(instance, publisher.endpoint, publisher.replay_endpoint, PAGE)
-
-
-def until(true: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + MAX_S
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 @pytest.mark.parametrize("name", MEMORIES)

@@ -12,7 +12,7 @@ from kvtide.server.kv_events.block_hashes import VllmHashes
 from kvtide.server.kv_events.kv_event_settings import KVEventSettings
 from tests.cache.memories import ALL_MEMORIES, PAGE
 from tests.processes import free_port
-from tests.server.kv_events.consuming import Known, block_names, published
+from tests.server.kv_events.consuming import Known, block_names, published, until
 from tests.server.kv_events.indexing import MAX_S, Indexer, LossyRoute, install
 from tests.server.kv_events.stocking import LOCAL, Asked, Stocked
 
@@ -97,10 +97,7 @@ def test_a_missed_stretch_is_made_up(batches: int, indexer: Indexer, tmp_path: P
             for _ in range(3):
                 route.loses = True
                 made.go(20)
-                deadline = time.monotonic() + MAX_S
-                while not route.dropped:
-                    assert time.monotonic() < deadline
-                    time.sleep(0.01)
+                until(lambda: route.dropped > 0)
                 route.loses, route.dropped = False, 0
                 agree(made, indexer)
     finally:
@@ -129,7 +126,4 @@ def test_a_restarted_server_has_what_prompts_asked_its_folder_for(
             made.kill()
         else:
             made.close()
-    deadline = time.monotonic() + MAX_S
-    while any(indexer.cached(1, *asked) != (0, 0, 0) for asked in before):
-        assert time.monotonic() < deadline, "the last life is over"
-        time.sleep(0.05)
+    until(lambda: all(indexer.cached(1, *asked) == (0, 0, 0) for asked in before))

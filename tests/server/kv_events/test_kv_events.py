@@ -23,7 +23,7 @@ from kvtide.server.settings import Settings
 from tests.index.building import build
 from tests.index.memories import FULL
 from tests.processes import free_port
-from tests.server.kv_events.consuming import Consumer, held, published
+from tests.server.kv_events.consuming import Consumer, held, published, until
 from tests.server.serving import PAGE, ForkedChild, InProcess
 
 LOCAL = "tcp://127.0.0.1:0"
@@ -53,9 +53,9 @@ def test_a_consumer_knows_what_a_server_has(serve: Callable[..., InProcess]) -> 
         consumer.until(lambda: held(server.engine.cache.index))
         assert consumer.complaints == []
         assert set(consumer.known) == {("GPU", 0), ("CPU", 0)}
+        until(lambda: metric(server, "kvtide_kv_events_waiting") == 0)
         assert metric(server, 'kvtide_kv_events_total{type="BlockStored"}') > 0
         assert metric(server, "kvtide_kv_events_dropped_total") == 0
-        assert metric(server, "kvtide_kv_events_waiting") == 0
         assert server.client.post("/admin/flush?tier=all").status == 200
         consumer.until(dict)
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
@@ -18,7 +17,7 @@ from kvtide.server.setting_values import SettingsError
 from tests.index.building import compute
 from tests.index.memories import ALL_MEMORIES, PAGE
 from tests.processes import free_port
-from tests.server.kv_events.consuming import Consumer, held
+from tests.server.kv_events.consuming import Consumer, held, until
 from tests.server.kv_events.following import LOCAL, Followed
 
 
@@ -79,7 +78,7 @@ def test_a_stretch_that_the_buffer_has_lost_is_made_up_by_the_present_state() ->
         consumer.deaf = True
         for _ in range(8):
             made.go(20)
-            wait_for(lambda: not made.publisher.waiting)
+            until(lambda: not made.publisher.waiting)
             consumer.poll(20)
         consumer.deaf = False
         made.known_to(consumer)
@@ -89,7 +88,7 @@ def test_a_stretch_that_the_buffer_has_lost_is_made_up_by_the_present_state() ->
 def test_a_consumer_that_comes_late_learns_everything_though_nothing_happens() -> None:
     with followed("window", settings=KVEventSettings(LOCAL, LOCAL, replay_batches=1)) as (made, _):
         made.go(100)
-        wait_for(lambda: not made.publisher.waiting)
+        until(lambda: not made.publisher.waiting)
         with Consumer(made.publisher.endpoint, made.publisher.replay_endpoint) as late:
             made.known_to(late)
             assert late.known
@@ -220,12 +219,5 @@ def test_salts_and_adapters_are_named_in_events() -> None:
 
 def replays(made: Followed, consumer: Consumer) -> Counter[str]:
     """The publisher's counts, once they have all that the consumer asked for."""
-    wait_for(lambda: made.publisher.counts.replays.total() == consumer.replays)
+    until(lambda: made.publisher.counts.replays.total() == consumer.replays)
     return made.publisher.counts.replays
-
-
-def wait_for(true: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)

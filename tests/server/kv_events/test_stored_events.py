@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -14,7 +13,7 @@ from kvtide.server.kv_events.kv_event_settings import KVEventSettings
 from kvtide.storage import open_store
 from tests.cache.memories import ALL_MEMORIES
 from tests.processes import free_port
-from tests.server.kv_events.consuming import Consumer
+from tests.server.kv_events.consuming import Consumer, until
 from tests.server.kv_events.stocking import Stocked
 
 
@@ -158,10 +157,3 @@ def test_a_restarted_server_may_use_its_ports_at_once(tmp_path: Path) -> None:
         again.known_to(consumer)
         assert ("STORAGE", 0) in consumer.known
         again.close()
-
-
-def until(true: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
