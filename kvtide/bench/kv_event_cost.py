@@ -5,24 +5,24 @@
 
 The first replays workloads over indexes that are followed. The engine's thread pays for a tuple per
 event and an append to a queue; that is timed call by call and put beside all that the index does
-for a request. The publisher's work (hashing, encoding) runs on a thread of its own; it is timed
-alone.
+for a request. A thread of the engine's process packs the events, and a process of its own hashes
+and encodes them; both are timed alone, by their CPU.
 
-That thread shares the interpreter with the engine's. The second command runs an engine whose model
-computes nothing, or waits as for a device, alternately with and without a publisher that has a
-subscriber.
+The second command runs an engine whose model computes nothing, or waits as for a device,
+alternately with and without a publisher that has a subscriber.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import os
 import statistics
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -31,8 +31,7 @@ import zmq
 from kvtide.bench.index_cost import contestant
 from kvtide.bench.step_cost import CHUNK, PAGE, VOCABULARY, Idle, idle_cache
 from kvtide.engine import Engine, RequestParams
-from kvtide.index import Event, Index
-from kvtide.index.events import EventFields
+from kvtide.index import Index
 from kvtide.layers import Step
 from kvtide.models.draft import CapturedStates
 from kvtide.planner.traces import Trace
@@ -40,9 +39,12 @@ from kvtide.planner.workloads import parse
 from kvtide.server.kv_events.block_hashes import VllmHashes
 from kvtide.server.kv_events.block_table import BlockTable
 from kvtide.server.kv_events.event_encoding import EventEncoder, TokenPacker, encode_batch
+from kvtide.server.kv_events.index_feed import EventQueue, unpacked
 from kvtide.server.kv_events.kv_event_settings import KVEventSettings
 from kvtide.server.kv_events.kv_groups import kv_groups
 from kvtide.server.kv_events.publisher import Publisher
+from kvtide.server.kv_events.publisher_counts import PublisherCounts
+from kvtide.server.kv_events.publisher_messages import Feed
 from kvtide.spec import ModelMemory
 
 CALIBRATIONS = 10_000
@@ -53,6 +55,8 @@ WORKLOADS = ("chat:users=40", "agent:sessions=6", "rag:requests=200")
 CAPACITY_TOKENS = 100_000
 PAGE_TOKENS = 64
 
+UNBOUNDED = 1 << 30
+
 ANY_PORT = "tcp://127.0.0.1:0"
 TURNS = 7
 
@@ -61,15 +65,17 @@ Timings = dict[str, list[int]]
 
 @dataclass(frozen=True, slots=True)
 class EventCost:
-    """Per request: events, what the index takes without them, what they take, what the publisher
-    takes beside it, and what it sends. `fraction`: of the index's time."""
+    """Per request: events, what the index takes without them, what they take of the engine's
+    thread, of the feeding thread and of the publisher's process, and what that sends. `fraction`:
+    of the index's time."""
 
     contestant: str
     workload: str
     events: float
     index_us: float
     event_us: float
-    publisher_us: float
+    feeding_us: float
+    process_us: float
     sent_bytes: float
 
     @property
@@ -111,23 +117,25 @@ def measure(name: str, trace: Trace, capacity_tokens: int, page_tokens: int) -> 
     """Replay a trace over a contestant of `kvtide bench index`, followed by a queue."""
     added_inside, added_outside = _calibrated()
     made = contestant(name)(capacity_tokens, page_tokens)
-    heard: deque[EventFields] = deque()
     index: Index = made.index
-    index.subscribe_fields(heard.append)
+    queue = EventQueue(kv_groups(index.memory), lambda: None, PublisherCounts(), UNBOUNDED)
+    queue.begin(index)
     source = index.event_source
     timed = [_Timed(source.stored), _Timed(source.removed)]
     source.stored, source.removed = timed  # type: ignore[method-assign, assignment]
     timings: Timings = {op: [] for op in ("match", "lock", "alloc", "insert", "unlock")}
+    feeding_ns, feeds = 0, list[bytes]()
     gc.collect()
     gc.freeze()  # As a server does.
     for number, request in enumerate(trace):
         handle = made.start(made.prepare(number, request.prompt), timings)
         made.finish(handle, timings)
+        feeding_ns += _feed(queue, feeds)
     gc.unfreeze()
     calls = sum(one.calls for one in timed)
     events_ns = sum(one.ns for one in timed) - calls * added_inside
     index_ns = sum(sum(values) for values in timings.values()) - calls * added_outside - events_ns
-    publisher_ns, sent_bytes = _publish(index, [Event(*fields) for fields in heard])
+    process_ns, sent_bytes = _publish(index, feeds)
     per_request = 1e-3 / trace.requests
     return EventCost(
         name,
@@ -135,23 +143,33 @@ def measure(name: str, trace: Trace, capacity_tokens: int, page_tokens: int) -> 
         calls / trace.requests,
         index_ns * per_request,
         events_ns * per_request,
-        publisher_ns * per_request,
+        feeding_ns * per_request,
+        process_ns * per_request,
         sent_bytes / trace.requests,
     )
 
 
-def _publish(index: Index, events: Sequence[Event]) -> tuple[int, int]:
-    """The CPU time of hashing and encoding these events, in batches of 16, and their bytes."""
+def _feed(queue: EventQueue, feeds: list[bytes]) -> int:
+    """The CPU time of packing what has happened, which is added to what goes to the process."""
+    began = time.thread_time_ns()
+    while changes := queue.take():
+        feeds.append(Feed(changes).packed())
+    return time.thread_time_ns() - began
+
+
+def _publish(index: Index, feeds: Sequence[bytes]) -> tuple[int, int]:
+    """The CPU time of hashing and encoding these feeds, each as a batch, and the batches' bytes."""
     hashes = VllmHashes()
     page_tokens = index.memory.page_tokens
     groups, pack = kv_groups(index.memory), TokenPacker(page_tokens)
-    table = BlockTable(groups, hashes, page_tokens, pack, _nothing)
+    table = BlockTable(groups, hashes, page_tokens, pack)
     encoder = EventEncoder(hashes, page_tokens)
     began, sent_bytes = time.thread_time_ns(), 0
-    for number, event in enumerate(events, 1):
-        table.hear(event)
-        if number % 16 == 0 or number == len(events):
-            sent_bytes += len(encode_batch(encoder.events(table.take())))
+    for feed in feeds:
+        for change in Feed.unpacked(feed).changes.packed:
+            table.hear(unpacked(change))
+        table.settle()
+        sent_bytes += len(encode_batch(encoder.events(table.take())))
     return time.thread_time_ns() - began, sent_bytes
 
 
@@ -182,9 +200,10 @@ STEP_LOADS = [
 class StepEventCost:
     """Milliseconds per step without a publisher and with one, which has sent so many events.
 
-    ratio      the median of the turns' ratios
-    cpu_ratio  the same of the CPU time of all threads: what a step would take if the engine's
-               thread waited for all that the publisher does
+    ratio       the median of the turns' ratios
+    cpu_ratio   the same of the CPU time of all threads of the engine's process: what a step would
+                take if the engine's thread waited for all that the others do
+    process_ms  CPU time of the publisher's process per step
     """
 
     load: StepLoad
@@ -193,6 +212,7 @@ class StepEventCost:
     published_ms: float
     ratio: float
     cpu_ratio: float
+    process_ms: float
 
 
 class _Waiting(Idle):
@@ -210,6 +230,14 @@ class _Waiting(Idle):
         return super().forward(step, before, captured)
 
 
+class ServedTurn(NamedTuple):
+    """Steps, and milliseconds per step: of time, and of the process's CPU until all is settled."""
+
+    steps: int
+    took_ms: float
+    cpu_ms: float
+
+
 class _Serving:
     """An engine that serves new prompts, and evicts those of earlier turns."""
 
@@ -223,8 +251,8 @@ class _Serving:
         self.close = cache.close
         self._number = 0
 
-    def run(self, settled: Callable[[], bool]) -> tuple[float, float]:
-        """Serve the load; milliseconds per step, and those of the CPU until all is settled."""
+    def run(self, settled: Callable[[], bool]) -> ServedTurn:
+        """Serve the load, and wait until all is settled."""
         load, engine, steps = self._load, self._engine, 0
         for _ in range(load.requests):
             self._number += 1
@@ -239,7 +267,7 @@ class _Serving:
         took = time.perf_counter() - began
         while not settled():
             time.sleep(0.001)
-        return took * 1e3 / steps, (time.process_time() - cpu) * 1e3 / steps
+        return ServedTurn(steps, took * 1e3 / steps, (time.process_time() - cpu) * 1e3 / steps)
 
 
 def measure_steps(load: StepLoad, turns: int) -> StepEventCost:
@@ -248,37 +276,56 @@ def measure_steps(load: StepLoad, turns: int) -> StepEventCost:
     torch.set_num_threads(1)  # As in `step_cost`.
     quiet, followed = _Serving(load), _Serving(load)
     publisher = Publisher(KVEventSettings(ANY_PORT, ANY_PORT), followed.index, lambda: None)
-    times: list[tuple[tuple[float, float], tuple[float, float]]] = []
+    turns_taken: list[tuple[ServedTurn, ServedTurn]] = []
     try:
         publisher.begin(followed.index)
         with zmq.Context() as context, context.socket(zmq.SUB) as subscriber:
             subscriber.subscribe("")
             subscriber.connect(publisher.endpoint)
             for turn in range(-1, turns):  # One turn to warm up.
+                if turn == 0:
+                    began_s = cpu_seconds(publisher.process_id)
                 order = (quiet, followed) if turn % 2 else (followed, quiet)
                 took = {one: one.run(lambda: not publisher.waiting) for one in order}
                 if turn >= 0:
-                    times.append((took[quiet], took[followed]))
+                    turns_taken.append((took[quiet], took[followed]))
+        process_s = cpu_seconds(publisher.process_id) - began_s
         events = sum(publisher.counts.events.values())
     finally:
         publisher.close()
         quiet.close()
         followed.close()
         torch.set_num_threads(threads)
-    wall, cpu = ([(a[at], b[at]) for a, b in times] for at in range(2))
-    medians = [statistics.median(column) for column in zip(*wall, strict=True)]
-    ratios = [statistics.median(b / a for a, b in column) for column in (wall, cpu)]
-    return StepEventCost(load, events, medians[0], medians[1], *ratios)
+    steps = sum(beside.steps for _, beside in turns_taken)
+    return StepEventCost(
+        load,
+        events,
+        statistics.median(alone.took_ms for alone, _ in turns_taken),
+        statistics.median(beside.took_ms for _, beside in turns_taken),
+        statistics.median(beside.took_ms / alone.took_ms for alone, beside in turns_taken),
+        statistics.median(beside.cpu_ms / alone.cpu_ms for alone, beside in turns_taken),
+        process_s * 1e3 / steps,
+    )
+
+
+def cpu_seconds(process: int) -> float:
+    """Of all threads of a process, so far."""
+    fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def print_steps(loads: Sequence[StepLoad], turns: int) -> None:
-    print("| memory | output | model ms | step ms, quiet | published | ratio | CPU ratio |")
-    print("|---|---|---|---|---|---|---|")
+    print(
+        "| memory | output | model ms | step ms, quiet | published | ratio | CPU ratio | "
+        "process ms |"
+    )
+    print("|---|---|---|---|---|---|---|---|")
     for load in loads:
         cost = measure_steps(load, turns)
         print(
             f"| {load.memory} | {load.output_tokens} | {load.model_ms:g} | {cost.quiet_ms:.2f} | "
-            f"{cost.published_ms:.2f} | {cost.ratio:.2f} | {cost.cpu_ratio:.2f} |",
+            f"{cost.published_ms:.2f} | {cost.ratio:.2f} | {cost.cpu_ratio:.2f} | "
+            f"{cost.process_ms:.2f} |",
             flush=True,
         )
 
@@ -287,15 +334,18 @@ def print_steps(loads: Sequence[StepLoad], turns: int) -> None:
 
 
 def print_requests() -> None:
-    print("| index | workload | events | index µs | events µs | share | publisher µs | bytes |")
-    print("|---|---|---|---|---|---|---|---|")
+    print(
+        "| index | workload | events | index µs | events µs | of the index | feeding µs | "
+        "process µs | bytes |"
+    )
+    print("|---|---|---|---|---|---|---|---|---|")
     for name in CONTESTANTS:
         for workload in WORKLOADS:
             cost = measure(name, parse(workload), CAPACITY_TOKENS, PAGE_TOKENS)
             print(
                 f"| {name} | {workload} | {cost.events:.2f} | {cost.index_us:.1f} | "
-                f"{cost.event_us:.2f} | {cost.fraction:.1%} | {cost.publisher_us:.0f} | "
-                f"{cost.sent_bytes:,.0f} |",
+                f"{cost.event_us:.2f} | {cost.fraction:.1%} | {cost.feeding_us:.1f} | "
+                f"{cost.process_us:.0f} | {cost.sent_bytes:,.0f} |",
                 flush=True,
             )
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from kvtide.cache.cache_config import CacheConfig
 from kvtide.cache.rank_agreement import Agreement
-from kvtide.spec import ALL, ModelMemory, PageMove, Tier
+from kvtide.spec import ALL, ModelMemory, PageMove, RankShape, Tier
 from kvtide.spec.residency import HotShape
 from kvtide.storage import ObjectFormat, object_formats
 from kvtide.tiers import (
@@ -107,6 +107,15 @@ def space(memory: ModelMemory, config: CacheConfig) -> bytes:
 def formats(memory: ModelMemory, config: CacheConfig) -> dict[str, ObjectFormat]:
     """The storage formats of pages, by pool."""
     return object_formats(memory.at_rest, space(memory, config), config.draft_fingerprint)
+
+
+def object_suffixes(
+    memory: ModelMemory, config: CacheConfig, anchor: str, shape: RankShape
+) -> tuple[bytes, ...]:
+    """What follows a page's key in the keys of the anchor's objects, which the ranks of a shape
+    store: the page is there when all of them are."""
+    ranks = memory.whole.ranks(shape)
+    return tuple(dict.fromkeys(formats(rank, config)[anchor].suffix for rank in ranks))
 
 
 def other_shapes(host: Arrangement, config: CacheConfig) -> OtherShapes:

@@ -14,11 +14,11 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from kvtide.cache.cache_config import CacheConfig
 from kvtide.cache.fetching import Fetch, Fetches
-from kvtide.cache.hardware import Hardware, formats, other_shapes, space
+from kvtide.cache.hardware import Hardware, formats, object_suffixes, other_shapes, space
 from kvtide.cache.inflight import InFlightTransfers
 from kvtide.cache.rank_agreement import Agreement
 from kvtide.cache.store_removals import Removal, Removals
@@ -26,6 +26,7 @@ from kvtide.cache.write_behind import WriteBehind
 from kvtide.durations import Durations
 from kvtide.index import Departure, Index, Prompt
 from kvtide.index.keys import Hidden, PageKey
+from kvtide.spec import RankShape
 from kvtide.storage import Store, StoreError
 from kvtide.tiers import TierError
 from kvtide.transfer.store_link import StoreLink
@@ -78,6 +79,18 @@ class StorageStats:
     seconds: Mapping[str, Durations] = field(default_factory=dict)
 
 
+class StorageListener(Protocol):
+    """Follows which store is attached, and what it is asked for. Called on the cache's thread."""
+
+    def store_changed(self, store: Store | None) -> None:
+        """Prompts are fetched from this store from now on; None: from none."""
+        ...
+
+    def pages_asked(self, prompt: Prompt) -> None:
+        """The store is asked which pages of this prompt it has."""
+        ...
+
+
 class Storage:
     """`TieredCache.storage`. At most one store is attached; others may be leaving."""
 
@@ -98,6 +111,7 @@ class Storage:
         self._stores: list[Attachment] = []
         self._unremoved: list[Removal] = []
         self._was_attached = False
+        self._listeners: list[StorageListener] = []
 
     # -- for callers of the cache -----------------------------------------------------------
 
@@ -135,6 +149,8 @@ class Storage:
         self._stores.append(Attachment(link, self._index, self._config, self._agreement, queued))
         self._in_flight.departs = self._was_attached = True
         self._hand_over()
+        for listener in self._listeners:
+            listener.store_changed(link.store)
 
     def _linked(self, opened: Callable[[], StoreLink]) -> StoreLink:
         """The opened link; raises if any rank has none, since their trees would diverge."""
@@ -159,6 +175,8 @@ class Storage:
             return False
         self._in_flight.departs = False
         attached.leave(timeout_s)
+        for listener in self._listeners:
+            listener.store_changed(None)
         return True
 
     def fetch(
@@ -177,7 +195,22 @@ class Storage:
         # A leaving store may be the same one, and may write what the attached one has removed.
         if any(one.removals.forbid(prompt) for one in self._stores):
             return None
-        return attached.fetches.begin(prompt, token_s, limit_s)
+        fetch = attached.fetches.begin(prompt, token_s, limit_s)
+        if fetch is not None:
+            for listener in self._listeners:
+                listener.pages_asked(prompt)
+        return fetch
+
+    def listen(self, listener: StorageListener) -> None:
+        """Call the listener from now on, and at once with the store that is attached."""
+        self._listeners.append(listener)
+        attached = self._attached
+        listener.store_changed(attached.link.store if attached is not None else None)
+
+    def object_suffixes(self, anchor: str, shape: RankShape) -> tuple[bytes, ...]:
+        """How stored objects of this anchor are named, if ranks of this shape serve the model: see
+        `hardware.object_suffixes`."""
+        return object_suffixes(self._index.memory, self._config, anchor, shape)
 
     def ask(self, function: Callable[[Store], T]) -> Future[T] | None:
         """Run a function of the attached store on a worker; None without a store."""

@@ -122,7 +122,7 @@ async def _serve(chosen: Settings, serving: Serving, workers: RankProcesses) -> 
         await service.close()
         raise CommandError(f"{error}; choose another --handoff-host or --handoff-port") from None
     try:
-        events = publish_kv_events(chosen.kv_event_settings, service, serving.engine)
+        events = publish_kv_events(chosen.kv_event_settings, service, serving.rank)
     except SettingsError:
         handoff.close()
         await service.close()

@@ -52,6 +52,7 @@ class Index:
 
     A tier in `keeps` never evicts the only copy of a page that a resume may need. An allocation
     fails instead: `missing` names what it lacked, and `demote` moves pages down to free it.
+    `fingerprint` is what all page keys begin with: it stands for the model.
     `copy_on_device` copies a sidecar between device slots, at once. `hot_rows` are the leases that
     may hold slots at once where a memory has hot pools.
     """
@@ -69,6 +70,7 @@ class Index:
         hot_rows: int = 0,
     ) -> None:
         self.memory = memory
+        self.fingerprint = fingerprint
         self.tree = Tree(memory, capacity_pages, eviction, fingerprint, hot_rows)
         kept = (self.tree.cell(tier, number) for tier in keeps for number in self._anchors())
         self._allocator = Allocator(self.tree, frozenset(kept))
@@ -350,10 +352,6 @@ class Index:
     def event_source(self) -> EventSource:
         """Makes the events: for benchmarks, which time it."""
         return self.tree.events
-
-    def root_key(self, namespace: Namespace) -> bytes:
-        """What the page keys of a namespace's prompts begin with."""
-        return self.tree.keys.of_namespace(namespace)
 
     @property
     def tick(self) -> int:

@@ -47,6 +47,18 @@ class Namespace(NamedTuple):
 DEFAULT_NAMESPACE = Namespace()
 
 
+def root_key(fingerprint: bytes, namespace: Namespace) -> bytes:
+    """What the page keys of a namespace's prompts begin with, in the model of this fingerprint."""
+    return page_key(namespace.fingerprint(fingerprint), b"\0")
+
+
+def page_key(key: bytes, tokens: bytes | memoryview) -> bytes:
+    """The key of the page with these packed tokens, following a page whose key is `key`."""
+    digest = hashlib.sha256(key)
+    digest.update(tokens)
+    return digest.digest()
+
+
 class Hidden(NamedTuple):
     """A namespace that no request can name, so that no match ever finds what is in it.
 
@@ -180,7 +192,5 @@ def chain(key: bytes, tokens: bytes, page_bytes: int) -> Iterator[bytes]:
     """The keys of the pages in `tokens`, following a page whose key is `key`."""
     view = memoryview(tokens)
     for start in range(0, len(tokens), page_bytes):
-        digest = hashlib.sha256(key)
-        digest.update(view[start : start + page_bytes])
-        key = digest.digest()
+        key = page_key(key, view[start : start + page_bytes])
         yield key

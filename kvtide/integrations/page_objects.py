@@ -66,7 +66,7 @@ class PagePool:
         self._table = hashlib.sha256(table.encode()).digest()
 
     def key(self, page: bytes) -> bytes:
-        return object_key(page, self.name, self._table)
+        return object_key(page, self.name.encode() + self._table)
 
 
 class PageObjects:

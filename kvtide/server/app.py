@@ -45,7 +45,7 @@ from kvtide.server.error_responses import (
 from kvtide.server.handoff.conventions import KV_TRANSFER
 from kvtide.server.handoff.router_routes import RouterRoutes
 from kvtide.server.handoff.server_handoff import ServerHandoff
-from kvtide.server.kv_events.open_publisher import EventPublisher
+from kvtide.server.kv_events.publisher import Publisher
 from kvtide.server.live.live_routes import LiveRoutes
 from kvtide.server.metrics import Metrics
 from kvtide.server.request_parsing import (
@@ -101,7 +101,7 @@ class App:
         serving: Serving,
         service: Service,
         handoff: ServerHandoff,
-        events: EventPublisher | None = None,
+        events: Publisher | None = None,
     ) -> None:
         self._handoff = handoff
         self.draining = False

@@ -25,7 +25,7 @@ from kvtide.engine.speculation.speculation import MAX_DRAFTS
 from kvtide.server.handoff.handoff_metrics import handoff_metrics
 from kvtide.server.handoff.server_handoff import ServerHandoff
 from kvtide.server.kv_events.kv_event_metrics import kv_event_metrics
-from kvtide.server.kv_events.open_publisher import EventPublisher
+from kvtide.server.kv_events.publisher import Publisher
 from kvtide.server.service import ResponseStream
 from kvtide.server.sessions.session_metrics import session_metrics
 from kvtide.spec import ModelMemory, Tier
@@ -48,7 +48,7 @@ _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 class Metrics:
     """The event loop counts streams; the engine thread calls `text`."""
 
-    def __init__(self, handoff: ServerHandoff, events: EventPublisher | None = None) -> None:
+    def __init__(self, handoff: ServerHandoff, events: Publisher | None = None) -> None:
         self._handoff, self._events = handoff, events
         self._registry = CollectorRegistry()
         self._ends = Counter(
@@ -104,9 +104,7 @@ class Metrics:
 class _StateCollector:
     """The present state of the engine."""
 
-    def __init__(
-        self, engine: Engine, handoff: ServerHandoff, events: EventPublisher | None
-    ) -> None:
+    def __init__(self, engine: Engine, handoff: ServerHandoff, events: Publisher | None) -> None:
         self._engine, self._handoff, self._events = engine, handoff, events
 
     def collect(self) -> Iterable[Metric]:

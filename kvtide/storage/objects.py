@@ -50,9 +50,9 @@ class CorruptObjectError(ValueError):
     """Bytes that are not the expected object; the message names the difference."""
 
 
-def object_key(page_key: bytes, pool: str, more: bytes = b"") -> bytes:
-    """The key of a page's object that is named after this pool."""
-    return hashlib.sha256(page_key + pool.encode() + more).digest()
+def object_key(page_key: bytes, suffix: bytes) -> bytes:
+    """The key of that object of a page which has this suffix (`ObjectFormat`)."""
+    return hashlib.sha256(page_key + suffix).digest()
 
 
 class LabelledFormat:
@@ -135,11 +135,14 @@ class ObjectFormat(LabelledFormat):
     def is_sidecar(self) -> bool:
         return self.pool != self.anchor
 
+    @property
+    def suffix(self) -> bytes:
+        """What follows the page's key where the keys of its objects are computed."""
+        return self.pool.encode() + (self._space if self.is_sidecar or self._is_slice else b"")
+
     def key(self, page_key: bytes, after: bytes = b"") -> bytes:
         """The key of a page's object. `after`: the packed tokens of the holdback behind it."""
-        if self.is_sidecar:
-            return object_key(page_key, self.pool, self._space + after)
-        return object_key(page_key, self.pool, self._space if self._is_slice else b"")
+        return object_key(page_key, self.suffix + (after if self.is_sidecar else b""))
 
 
 def object_formats(

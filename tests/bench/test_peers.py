@@ -16,7 +16,10 @@ from kvtide.bench.store_speed import MemoryBlocks, StoreCase
 from kvtide.planner import workloads
 
 PEERS = Path(__file__).parents[2] / "bench" / "peers"
-COMMANDS = ("run", "index", "index_memory", "hit_rate", "file_store", "vllm_cpu")
+COMMANDS = (
+    *("run", "index", "index_memory", "hit_rate", "file_store", "vllm_cpu", "vllm_tier"),
+    "transformers_cache",
+)
 
 
 @pytest.fixture
@@ -88,3 +91,17 @@ def test_a_store_that_returns_other_bytes_fails_the_benchmark(
             bench._turn(case, store, blocks, tmp_path)
     finally:
         store.close()
+
+
+def test_a_kept_prefix_of_transformers_is_found_again_by_both_ways(
+    peers: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The benchmark refuses a prefix that is computed instead."""
+    made = peers("transformers_cache")
+    bench = made.Bench(1, 2 * made.PAGE, tmp_path)
+    found = made.row(bench, made.measure(bench, 1))
+    assert found[0] == "128" and len(found) == len(made.HEADS)
+    assert all(cell.endswith("×") for cell in (found[5], found[8]))
+    monkeypatch.setattr(made.PrefixCache, "_fetch", lambda self, prompt: None)
+    with pytest.raises(OSError, match="0 tokens were found, not 128"):
+        bench.kept_by_kvtide(bench.prompt(9))

@@ -135,7 +135,7 @@ class InProcess:
         service = Service(Leader(self.serving.rank), self.settings.max_requests)
         self.handoff = ServerHandoff(service, self.serving.rank, self.settings.handoff)
         settings = self.settings.kv_event_settings
-        self.events = publish_kv_events(settings, service, self.serving.engine)
+        self.events = publish_kv_events(settings, service, self.serving.rank)
         app = App(self.settings, self.serving, service, self.handoff, self.events)
         runner = app.runner()
         await runner.setup()

@@ -1,4 +1,7 @@
-"""File stores against a dictionary: two at a time on one folder, closed, reopened and merged."""
+"""File stores against a dictionary: two at a time on one folder, closed, reopened and merged.
+
+A follower reads along, which takes in what changed as often as the rules choose.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvtide.storage import open_store
-from kvtide.storage.file import FileStore
+from kvtide.storage.file import FileStore, FolderFollower, FolderSpace
 from kvtide.storage.file.segments import blocks_of
 from tests.storage.test_file_store import OTHER, SPACE, body, got, key
 
@@ -34,6 +37,8 @@ class Machine(RuleBasedStateMachine):
         self.other = self._open(OTHER)
         self.model: set[int] = set()
         self.other_model: set[int] = set()
+        self.follower = FolderFollower(FolderSpace(self.folder, SPACE))
+        self.followed: set[int] = set()
 
     def _open(self, space: bytes) -> FileStore:
         url = f"file://{self.folder}?cap=10MB&floor=0&threads=2&segment=32KiB"
@@ -89,6 +94,17 @@ class Machine(RuleBasedStateMachine):
         store._sync()
         store._log_uses()
         store._state.writer.renew_journal()
+
+    @rule()
+    def follow(self) -> None:
+        """What the follower names as changed accounts for every difference."""
+        named = self.follower.look()
+        there = self.follower.has([key(n) for n in range(26)])
+        now = {n for n in range(26) if there[n]}
+        assert now == self.model
+        changed = now ^ self.followed
+        assert named is None or {key(n) for n in changed} <= set(named)
+        self.followed = now
 
     @precondition(lambda self: hasattr(self, "stores"))
     @invariant()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from kvtide.index.keys import Hidden, Namespace, PageKey, chain, page_keys
+from kvtide.index.keys import Hidden, Namespace, PageKey, page_keys, root_key
 from kvtide.index.tree.node import Node, Root
 
 
@@ -54,5 +54,4 @@ class NodeKeys:
     def of_namespace(self, namespace: Namespace | Hidden) -> bytes:
         """What the page keys of a namespace's prompts begin with."""
         assert isinstance(namespace, Namespace), "hidden pages have no key"
-        (key,) = chain(namespace.fingerprint(self._fingerprint), b"\0", 1)
-        return key
+        return root_key(self._fingerprint, namespace)

@@ -14,8 +14,6 @@ from __future__ import annotations
 
 import hashlib
 import pickle
-import struct
-from collections.abc import Callable
 from typing import Protocol
 
 from kvtide.index import DEFAULT_NAMESPACE, Namespace
@@ -30,8 +28,10 @@ _UINT64, _BIN8 = b"\xcf", b"\xc4"
 class BlockHashes(Protocol):
     """A way to hash blocks."""
 
-    def of(self, parent: bytes | None, tokens: tuple[int, ...], namespace: Namespace) -> bytes:
-        """The hash of a block of tokens after the block with hash `parent`."""
+    def of(
+        self, key: bytes, parent: bytes | None, tokens: tuple[int, ...], namespace: Namespace
+    ) -> bytes:
+        """The hash of the page with this key: of its tokens after the block hashed `parent`."""
         ...
 
     def published(self, digest: bytes) -> bytes:
@@ -50,7 +50,9 @@ def extra_keys(namespace: Namespace, first: bool) -> tuple[str, ...] | None:
 class VllmHashes:
     """See the module."""
 
-    def of(self, parent: bytes | None, tokens: tuple[int, ...], namespace: Namespace) -> bytes:
+    def of(
+        self, key: bytes, parent: bytes | None, tokens: tuple[int, ...], namespace: Namespace
+    ) -> bytes:
         hashed = (parent or NONE_HASH, tokens, extra_keys(namespace, parent is None))
         return hashlib.sha256(pickle.dumps(hashed, PICKLE_PROTOCOL)).digest()
 
@@ -59,17 +61,12 @@ class VllmHashes:
 
 
 class PageKeyHashes:
-    """The page keys of `kvtide.index.keys`, in full: what stores have.
+    """The page keys of `kvtide.index.keys`, in full: what stores have."""
 
-    `root_key` gives what a namespace's keys begin with.
-    """
-
-    def __init__(self, root_key: Callable[[Namespace], bytes]) -> None:
-        self._root_key = root_key
-
-    def of(self, parent: bytes | None, tokens: tuple[int, ...], namespace: Namespace) -> bytes:
-        packed = struct.pack(f"<{len(tokens)}i", *tokens)
-        return hashlib.sha256((parent or self._root_key(namespace)) + packed).digest()
+    def of(
+        self, key: bytes, parent: bytes | None, tokens: tuple[int, ...], namespace: Namespace
+    ) -> bytes:
+        return key
 
     def published(self, digest: bytes) -> bytes:
         return _BIN8 + bytes([len(digest)]) + digest

@@ -1,8 +1,8 @@
-"""The index's events as blocks that appear on a medium, or leave it.
+"""The index's changes as blocks that appear on a medium, or leave it.
 
-The table follows the events of one index on a thread of its own, and never looks at the index. It
-knows the block in every slot, so that a removal needs no hashing, and all blocks with their
-tokens, so that it can list what is there to a consumer that knows nothing.
+The table follows the changes of one index, and never looks at the index. It knows the block in
+every slot, so that a removal needs no hashing, and all blocks with their tokens, so that it can
+list what is there to a consumer that knows nothing.
 
 What it shows keeps two rules that consumers rely on:
 
@@ -10,50 +10,89 @@ What it shows keeps two rules that consumers rely on:
   holdback) are one block, which leaves with the last of them.
 - On the GPU, a block of the history is shown after the block before it and leaves before it.
   Copies may land in another order; then the later block waits.
+
+On STORAGE it shows what a folder has of the history's blocks whose tokens are known: from the
+index, or from prompts that the store was asked for (`name`). `settle` looks there before it forgets
+a block that left the index, so a page that is stored and then evicted from the host stays known.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from itertools import islice
 from struct import Struct
 from typing import NamedTuple
 
-from kvtide.index import Event, EventKind, Namespace
-from kvtide.index.events import CellName
+from kvtide.index import Namespace
+from kvtide.index.keys import page_key, root_key
 from kvtide.server.kv_events.block_hashes import BlockHashes
+from kvtide.server.kv_events.folder_pages import FolderPages
+from kvtide.server.kv_events.index_feed import PageChange, PagesRemoved, PagesStored, cell_names
 from kvtide.server.kv_events.kv_groups import MEDIA, KVGroup
 from kvtide.spec import Tier
 
-PAUSE_PAGES = 16
 RECENT_PAGES = 8192
 """So many blocks are remembered by their pages' tokens."""
+MAX_STORED_BLOCKS = 250_000
+"""So many are shown on STORAGE; then the first of them leave. Each takes about 1 kB here."""
 
 
 class Block:
     """One page's tokens after `parent`, as events have them. `held`, `shown`: a bit per cell.
 
+    digest, parent  hashes of the block and of the one before it
+    key     the page's, by which stores find it
     below   blocks after it that are shown on the GPU
     copies  further pages of this block that a cell holds, by the cell's bit
     """
 
-    __slots__ = ("below", "copies", "digest", "held", "namespace", "parent", "shown", "tokens")
+    __slots__ = (
+        "below",
+        "copies",
+        "digest",
+        "held",
+        "key",
+        "namespace",
+        "parent",
+        "shown",
+        "tokens",
+    )
 
     def __init__(
-        self, digest: bytes, parent: bytes | None, tokens: bytes, namespace: Namespace
+        self, digest: bytes, key: bytes, parent: bytes | None, tokens: bytes, namespace: Namespace
     ) -> None:
         self.digest = digest
+        self.key = key
         self.parent = parent
         self.tokens = tokens
         self.namespace = namespace
+        self.drop()
+
+    def drop(self) -> None:
+        """No cell holds it."""
         self.held = self.shown = self.below = 0
         self.copies: Counter[int] | None = None
+
+
+class BlockPlace(NamedTuple):
+    """Behind a block, or at the beginning of a namespace's prompts: with the key of the page
+    before, or what such keys begin with."""
+
+    key: bytes
+    digest: bytes | None
+    namespace: Namespace
+
+
+def _behind(block: Block) -> BlockPlace:
+    return BlockPlace(block.key, block.digest, block.namespace)
 
 
 class BlockCell(NamedTuple):
     """A group on a medium. `ordered`: see the module."""
 
     bit: int
+    tier: Tier
     medium: str
     group: KVGroup
     published: bool
@@ -76,10 +115,10 @@ Change = Appeared | Left
 
 
 class BlockTable:
-    """See the module. `changes` are those since they were last taken.
+    """See the module. `changes` are those since they were last taken, of `pages` blocks.
 
-    pack   writes a block's tokens as events have them
-    pause  is called now and then, so that other threads get the interpreter
+    pack         writes a block's tokens as events have them
+    fingerprint  what page keys begin with: the index's
     """
 
     def __init__(
@@ -88,87 +127,169 @@ class BlockTable:
         hashes: BlockHashes,
         page_tokens: int,
         pack: Callable[[tuple[int, ...]], bytes],
-        pause: Callable[[], None],
+        fingerprint: bytes = b"",
     ) -> None:
         self._hashes = hashes
         self._pack = pack
-        self._pause = pause
         self._page = Struct(f"<{page_tokens}i")
-        self._cells = dict(_cells(groups))
+        self._fingerprint = fingerprint
+        self._cells = _cells(groups)
+        on_storage = (cell for cell in self._cells if cell.published and cell.tier is Tier.STORAGE)
+        self._storage = next(on_storage, None)
+        self._folder: FolderPages | None = None
+        self._stored: dict[bytes, Block] = {}
+        self._watched: dict[bytes, Block] = {}
+        self._unwatched: dict[bytes, Block] = {}
+        self._left: list[Block] = []
+        self.blocks: dict[bytes, Block] = {}
         self.clear()
 
     def clear(self) -> None:
-        self.blocks: dict[bytes, Block] = {}
+        """Forget what the index has; what the folder has stays."""
+        bit = self._storage.bit if self._folder is not None and self._storage is not None else 0
+        for block in self.blocks.values():
+            kept = block.held & bit
+            block.drop()
+            block.held = block.shown = kept
+        self._left += [block for block in self.blocks.values() if not block.held]
         self.changes: list[Change] = []
         self.pages = 0
-        self._slots: dict[CellName, dict[int, Block]] = {name: {} for name in self._cells}
+        self._slots: list[dict[int, Block]] = [{} for _ in self._cells]
         self._waiting: dict[bytes, dict[bytes, Block]] = {}
-        self._recent: dict[tuple[bytes | None, bytes, Namespace], Block] = {}
+        self._recent: dict[tuple[bytes, bytes], Block] = {}
+        self._forget_left()
 
     def take(self) -> list[Change]:
         taken, self.changes, self.pages = self.changes, [], 0
         return taken
 
-    def hear(self, event: Event) -> None:
-        """Follow the index by one event; all must come, in order."""
-        cell = self._cells[event.cell]
-        if event.kind is EventKind.STORED:
-            self._store(event, cell)
+    def hear(self, change: PageChange) -> None:
+        """Follow the index by one change; all must come, in order."""
+        cell, slots = self._cells[change.cell], self._slots[change.cell]
+        numbers = memoryview(change.slots).cast("i").tolist()
+        if isinstance(change, PagesRemoved):
+            for slot in reversed(numbers):  # The last leave first.
+                self._lose(cell, self.blocks[slots.pop(slot).digest])
             return
-        slots, blocks = self._slots[event.cell], self.blocks
-        for number, slot in enumerate(reversed(event.slots.tolist()), 1):  # The last leave first.
-            self._lose(cell, blocks[slots.pop(slot).digest])
-            if not number % PAUSE_PAGES:
-                self._pause()
-
-    # -- what is held -----------------------------------------------------------------------
-
-    def _store(self, event: Event, cell: BlockCell) -> None:
-        slots = self._slots[event.cell]
-        parent, namespace = self._origin(event)
-        pieces = self._pieces(event.tokens)
-        for number, (slot, piece) in enumerate(zip(event.slots.tolist(), pieces, strict=True), 1):
+        place = self._place(change)
+        for slot, piece in zip(numbers, self._pieces(change.tokens), strict=True):
             # vLLM's hashes do not tell an adapter from a salt of the same name in first blocks:
             # the slot remembers its own.
-            slots[slot] = block = self._block(parent, piece, namespace)
-            parent = block.digest
-            self._hold(cell, self.blocks.setdefault(parent, block))
-            if not number % PAUSE_PAGES:
-                self._pause()
+            slots[slot] = block = self._block(place, piece)
+            self._hold(cell, self._known(block))
+            place = _behind(block)
+
+    # -- which block ------------------------------------------------------------------------
 
     def _pieces(self, tokens: bytes) -> list[bytes]:
         size = self._page.size
         return [tokens[start : start + size] for start in range(0, len(tokens), size)]
 
-    def _block(self, parent: bytes | None, piece: bytes, namespace: Namespace) -> Block:
+    def _block(self, place: BlockPlace, piece: bytes) -> Block:
         """The block of these packed tokens.
 
         A page comes to one medium soon after another, and is then not hashed again.
         """
-        key = (parent, piece, namespace)
-        block = self._recent.get(key)
+        block = self._recent.get((place.key, piece))
         if block is None:
             tokens = self._page.unpack(piece)
-            digest = self._hashes.of(parent, tokens, namespace)
-            block = Block(digest, parent, self._pack(tokens), namespace)
+            key = page_key(place.key, piece)
+            digest = self._hashes.of(key, place.digest, tokens, place.namespace)
+            block = Block(digest, key, place.digest, self._pack(tokens), place.namespace)
             if len(self._recent) >= RECENT_PAGES:
                 self._recent.clear()
-            self._recent[key] = block
+            self._recent[place.key, piece] = block
         return block
 
-    def _origin(self, event: Event) -> tuple[bytes | None, Namespace]:
-        """The hash of the block before the event's, and whose prompt it is."""
-        parent: bytes | None
-        if event.above is None:
-            assert event.namespace is not None
-            parent, namespace = None, event.namespace
+    def _known(self, block: Block) -> Block:
+        """The block that stands for all pages of its hash."""
+        known = self.blocks.setdefault(block.digest, block)
+        if known is block and self._folder is not None and block.key not in self._watched:
+            self._unwatched[block.key] = block
+        return known
+
+    def _place(self, change: PagesStored) -> BlockPlace:
+        """Where the change's pages begin."""
+        if change.above is None:
+            assert change.namespace is not None
+            place = self._beginning(change.namespace)
         else:
-            name, slot = event.above
-            above = self._slots[name][slot]
-            parent, namespace = above.digest, above.namespace
-        for piece in self._pieces(event.between):
-            parent = self._block(parent, piece, namespace).digest
-        return parent, namespace
+            cell, slot = change.above
+            place = _behind(self._slots[cell][slot])
+        for piece in self._pieces(change.between):
+            place = _behind(self._block(place, piece))
+        return place
+
+    def _beginning(self, namespace: Namespace) -> BlockPlace:
+        return BlockPlace(root_key(self._fingerprint, namespace), None, namespace)
+
+    # -- what the folder has ----------------------------------------------------------------
+
+    @property
+    def follows(self) -> bool:
+        """Whether a folder is followed."""
+        return self._folder is not None
+
+    def follow(self, folder: FolderPages | None) -> None:
+        """Show on STORAGE what this folder has; None: nothing."""
+        for block in list(self._stored.values()):
+            self._note_stored(block, there=False)
+        self._watched.clear()
+        self._folder = folder if self._storage is not None else None
+        if self._folder is None:
+            self._unwatched = {}
+        else:
+            self._unwatched = {block.key: block for block in self.blocks.values()}
+
+    def name(self, namespace: Namespace, tokens: bytes) -> None:
+        """The store was asked for this prompt: the folder may have its whole pages."""
+        if self._folder is None:
+            return
+        place, size = self._beginning(namespace), self._page.size
+        for piece in self._pieces(tokens[: len(tokens) // size * size]):
+            block = self._block(place, piece)
+            self._left.append(self._known(block))
+            place = _behind(block)
+
+    def settle(self) -> None:
+        """Take in what the folder has, and forget blocks that are nowhere."""
+        if self._folder is not None:
+            for key, there in self._folder.look():
+                self._note_stored(self._watched[key], there)
+            new, self._unwatched = self._unwatched, {}
+            self._watched |= new
+            for block, there in zip(new.values(), self._folder.watch(list(new)), strict=True):
+                self._note_stored(block, there)
+            excess = max(0, len(self._stored) - MAX_STORED_BLOCKS)
+            for block in list(islice(self._stored.values(), excess)):
+                self._note_stored(block, there=False)
+                self._unwatch(block)
+        self._forget_left()
+
+    def _note_stored(self, block: Block, there: bool) -> None:
+        assert self._storage is not None
+        if there == (block.key in self._stored):
+            return
+        if there:
+            self._stored[block.key] = block
+            self._hold(self._storage, block)
+        else:
+            del self._stored[block.key]
+            self._lose(self._storage, block)
+
+    def _unwatch(self, block: Block) -> None:
+        if self._folder is not None and self._watched.pop(block.key, None) is not None:
+            self._folder.forget(block.key)
+
+    def _forget_left(self) -> None:
+        left, self._left = self._left, []
+        for block in left:
+            if not block.held and self.blocks.get(block.digest) is block:
+                del self.blocks[block.digest]
+                self._unwatched.pop(block.key, None)
+                self._unwatch(block)
+
+    # -- what is held -----------------------------------------------------------------------
 
     def _hold(self, cell: BlockCell, block: Block) -> None:
         if block.held & cell.bit:
@@ -196,7 +317,7 @@ class BlockTable:
         elif cell.ordered:
             self._wait_no_longer(block)
         if not block.held:
-            del self.blocks[block.digest]
+            self._left.append(block)
 
     # -- what is shown ----------------------------------------------------------------------
 
@@ -260,7 +381,7 @@ class BlockTable:
 
     def everything(self) -> Iterator[Appeared]:
         """All that is shown, each block after the one before it."""
-        for cell in self._cells.values():
+        for cell in self._cells:
             shown = [block for block in self.blocks.values() if block.shown & cell.bit]
             after = _children(shown)
             here = {block.digest for block in shown}
@@ -269,14 +390,15 @@ class BlockTable:
                     yield from _runs(cell, first, after)
 
 
-def _cells(groups: Mapping[str, KVGroup]) -> Iterator[tuple[CellName, BlockCell]]:
+def _cells(groups: Mapping[str, KVGroup]) -> list[BlockCell]:
     """On storage only blocks of the history are published: consumers count all blocks there."""
-    for number, (tier, (anchor, group)) in enumerate(
-        (tier, row) for tier in Tier for row in groups.items()
-    ):
+    cells = []
+    for number, (tier, anchor) in enumerate(cell_names(groups)):
+        group = groups[anchor]
         published = tier is not Tier.STORAGE or group.history
         ordered = tier is Tier.DEVICE and group.history
-        yield CellName(tier, anchor), BlockCell(1 << number, MEDIA[tier], group, published, ordered)
+        cells.append(BlockCell(1 << number, tier, MEDIA[tier], group, published, ordered))
+    return cells
 
 
 def _children(blocks: Iterator[Block] | list[Block]) -> dict[bytes, list[Block]]:

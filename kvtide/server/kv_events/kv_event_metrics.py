@@ -6,10 +6,10 @@ from collections.abc import Iterable
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from kvtide.server.kv_events.open_publisher import EventPublisher
+from kvtide.server.kv_events.publisher import Publisher
 
 
-def kv_event_metrics(publisher: EventPublisher | None) -> Iterable[Metric]:
+def kv_event_metrics(publisher: Publisher | None) -> Iterable[Metric]:
     """Nothing without a publisher."""
     if publisher is None:
         return

@@ -9,6 +9,7 @@ from enum import Enum
 from kvtide.server.setting_values import SettingsError
 
 REPLAY_BATCHES = 10_000
+BEACON_S = 1.0
 _ENDPOINT = re.compile(r"tcp://(?P<host>\*|\[[0-9A-Fa-f:.]+\]|[^\s:/\[\]]+):(?P<port>\d{1,5})")
 
 
@@ -28,7 +29,8 @@ def parse_endpoint(value: str) -> str:
 class KVEventSettings:
     """`endpoint` is where batches are published, `replay` where consumers ask for missed ones.
 
-    Without `replay` it is the next port. Port 0 is any that is free.
+    Without `replay` it is the next port. Port 0 is any that is free. An idle server sends its last
+    number again after `beacon_s`.
     """
 
     endpoint: str
@@ -36,6 +38,7 @@ class KVEventSettings:
     topic: str = ""
     names: BlockNames = BlockNames.VLLM
     replay_batches: int = REPLAY_BATCHES
+    beacon_s: float = BEACON_S
 
     @property
     def replay_endpoint(self) -> str:

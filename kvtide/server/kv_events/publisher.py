@@ -1,77 +1,60 @@
-"""The thread that publishes KV events, and answers consumers that missed some.
+"""The publisher of KV events: the server's end of the process that publishes.
 
-    PUB     topic │ number, 8 bytes, big endian │ msgpack [time, events, dp_rank]
-    ROUTER  ask: a number │ answer: batches (topic, number, payload) from it on, then number -1
+    engine's thread ──events──▶ EventQueue ─┐
+                    ──prompts, folder──────▶ feeding thread ──pickled──▶ publisher_process
+                                             ▲                                │
+                                             └───────────── reports ──────────┘
 
-The engine's thread appends the index's events to a bounded queue and never waits. The publisher
-polls the queue, hashes, encodes and sends.
-
-How a consumer keeps up:
-
-- Numbers are consecutive. A consumer that sees a gap asks for a replay from its next number on.
-- If the buffer does not reach back so far, the answer is the present state: AllBlocksCleared and
-  all blocks, in batches whose numbers end at the last one published. Later batches go on from it.
-- Numbers begin at the microseconds of the wall clock: those of a restarted server are a gap.
-- While nothing happens the last number is sent again every second, with a batch without events: a
-  consumer that connects late, or missed the end of a burst, sees its gap then.
-- If the queue overflows, the index is read anew between two steps, and AllBlocksCleared and all
-  blocks are published.
+The engine's thread appends to bounded queues and never waits. The feeding thread packs what they
+have, which takes a few microseconds an event; it waits for the process where that is behind. All
+else, hashing, encoding, sending and replays, the process does, beside the interpreter that the
+engine runs in. A process that ends is started again, and gets the index anew.
 """
 
 from __future__ import annotations
 
 import logging
+import select
+import subprocess
+import sys
 import threading
-import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Callable
+from dataclasses import replace
+from importlib.util import find_spec
+from multiprocessing import Pipe
+from typing import Any
 
-import zmq
-
-from kvtide.index import Event, Index
-from kvtide.index.events import EventFields
-from kvtide.server.kv_events.block_hashes import BlockHashes, PageKeyHashes, VllmHashes
-from kvtide.server.kv_events.block_table import Appeared, BlockTable, Change
-from kvtide.server.kv_events.event_encoding import (
-    CLEARED,
-    EventEncoder,
-    TokenPacker,
-    WireEvent,
-    encode_batch,
-)
-from kvtide.server.kv_events.kv_event_settings import BlockNames, KVEventSettings
+from kvtide.index import Index, Namespace, Prompt
+from kvtide.server.kv_events.folder_pages import FolderSource
+from kvtide.server.kv_events.index_feed import QUEUE_EVENTS, EventQueue
+from kvtide.server.kv_events.kv_event_settings import KVEventSettings
 from kvtide.server.kv_events.kv_groups import kv_groups
 from kvtide.server.kv_events.publisher_counts import PublisherCounts
-from kvtide.server.kv_events.replay_buffer import ReplayBuffer
+from kvtide.server.kv_events.publisher_messages import (
+    AskedPrompt,
+    Bound,
+    Feed,
+    PublisherReport,
+    Refused,
+    Start,
+)
 from kvtide.server.setting_values import SettingsError
 
-QUEUE_EVENTS = 1 << 16
-BATCH_PAGES = 256
-"""A batch is sent once it is about so many blocks, or when the queue is empty."""
-STATE_PAGES = 1024
-"""Blocks in one batch of the present state."""
-POLL_MS = 5
-BEACON_S = 1.0
-PUB_BATCHES = 1000
-"""A subscriber that is further behind loses batches, and asks for a replay."""
+PROCESS = "kvtide.server.kv_events.publisher_process"
+LIBRARIES = ("zmq", "msgpack")
+"""Only the process imports them."""
+POLL_S = 0.005
+"""How often the queues are looked at."""
+MAX_PROMPTS = 256
+"""So many prompts wait to be named; older ones are not."""
 RETRY_S, CLOSE_S = 1.0, 2.0
-LINGER_MS = 200
-PAUSE_S = 20e-6
-END = (-1).to_bytes(8, "big", signed=True)
 
 log = logging.getLogger("kvtide")
 
 
-class Beginning(NamedTuple):
-    """What is readable in the index, and the number of its last event."""
-
-    number: int
-    events: Sequence[Event]
-
-
 class Publisher:
-    """See the module.
+    """See the module. Starts the process, or raises `SettingsError`.
 
     read_anew  asks for a call of `begin` on the engine's thread; may be called from any thread
     """
@@ -84,35 +67,21 @@ class Publisher:
         *,
         queue_events: int = QUEUE_EVENTS,
     ) -> None:
-        self.counts = PublisherCounts()
-        hashes = _hashes(settings, index)
-        page_tokens = index.memory.page_tokens
-        groups, pack = kv_groups(index.memory), TokenPacker(page_tokens)
-        self._table = BlockTable(groups, hashes, page_tokens, pack, _pause)
-        self._encoder = EventEncoder(hashes, page_tokens)
-        self._buffer = ReplayBuffer(time.time_ns() // 1000, settings.replay_batches)
-        self._topic = settings.topic.encode()
-        self._read_anew = read_anew
-        self._queue: deque[EventFields] = deque(maxlen=queue_events)
-        self._beginnings: deque[Beginning] = deque(maxlen=1)
-        self._follows = False
-        self._heard: int | None = None
-        self._asked = False
-        self._sent_at = 0.0
-        self._beacon = b""
+        if not all(map(find_spec, LIBRARIES)):
+            raise SettingsError("--kv-events needs pyzmq and msgpack; install kvtide[events]")
+        groups = kv_groups(index.memory)
+        self._counts = PublisherCounts()
+        self._queue = EventQueue(groups, read_anew, self._counts, queue_events)
+        self._prompts: deque[AskedPrompt] = deque(maxlen=MAX_PROMPTS)
+        self._folders: deque[FolderSource | None] = deque()
+        self._folder: FolderSource | None = None
         self._closing = threading.Event()
-        self._context = zmq.Context()
-        try:
-            self._pub = self._bound(zmq.PUB, settings.endpoint, "--kv-events", PUB_BATCHES)
-            kept = settings.replay_batches + PUB_BATCHES
-            self._replay = self._bound(
-                zmq.ROUTER, settings.replay_endpoint, "--kv-events-replay", kept
-            )
-        except SettingsError:
-            self._context.destroy(linger=0)
-            raise
-        self._replay.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        self.endpoint, self.replay_endpoint = map(_endpoint, (self._pub, self._replay))
+        start = Start(settings, groups, index.memory.page_tokens, index.fingerprint)
+        self._process = _Process(start)
+        self.endpoint, self.replay_endpoint = self._process.bound
+        # A process that is started again binds what the first one has found.
+        bound = replace(settings, endpoint=self.endpoint, replay=self.replay_endpoint)
+        self._start = replace(start, settings=bound)
         self._thread = threading.Thread(target=self._run, name="kvtide-kv-events", daemon=True)
         self._thread.start()
 
@@ -120,191 +89,145 @@ class Publisher:
 
     def begin(self, index: Index) -> None:
         """Hand over what is readable, and follow the index from here on. Between two steps."""
-        if not self._follows:
-            self._follows = True
-            index.subscribe_fields(self._queue.append)
-        self._beginnings.append(Beginning(index.last_event, list(index.readable())))
+        self._queue.begin(index)
+
+    def follow(self, folder: FolderSource | None) -> None:
+        """Publish what this folder has of the known pages as on STORAGE."""
+        self._folders.append(folder)
+
+    def name(self, prompt: Prompt) -> None:
+        """The store is asked for this prompt: the folder may have some of its pages."""
+        assert isinstance(prompt.namespace, Namespace)
+        self._prompts.append(AskedPrompt(prompt.namespace, prompt.packed))
 
     # -- from any thread --------------------------------------------------------------------
 
     @property
+    def counts(self) -> PublisherCounts:
+        counts = PublisherCounts()
+        counts.add(self._counts)
+        counts.add(self._process.reported.counts)
+        return counts
+
+    @property
     def waiting(self) -> int:
         """Events of the index that are not published yet."""
-        return len(self._queue)
+        return len(self._queue) + self._process.behind
 
     @property
     def sentence(self) -> str:
         return f"KV events on {self.endpoint}, replays on {self.replay_endpoint}"
 
+    @property
+    def process_id(self) -> int:
+        return self._process.id
+
     def close(self) -> None:
         """Publish what is queued, and that nothing is here any longer."""
         self._closing.set()
         self._thread.join(CLOSE_S)
+        self._process.close(CLOSE_S)
 
-    # -- the thread -------------------------------------------------------------------------
+    # -- the feeding thread -----------------------------------------------------------------
 
     def _run(self) -> None:
+        while not self._closing.is_set():
+            try:
+                while not self._closing.is_set():
+                    self._process.hear(POLL_S)
+                    self._feed()
+            except (EOFError, OSError):
+                if not self._closing.wait(RETRY_S):
+                    self._start_again()
         try:
-            self._publish([CLEARED])
-            while not self._closing.is_set():
-                self._replay.poll(POLL_MS)
-                try:
-                    self._step()
-                except Exception:
-                    log.exception("KV events: reading the index anew")
-                    self._closing.wait(RETRY_S)
-                    self._lose(0)
-            self._step()
-            self._publish([CLEARED])
-        finally:
-            self._context.destroy(linger=LINGER_MS)
+            self._feed()
+        except OSError:
+            log.warning("KV events: the last ones were not published")
+        self._process.end()
 
-    def _step(self) -> None:
-        while self._replay.poll(0):
-            self._answer(self._replay.recv_multipart())
-        self._follow()
-        if time.monotonic() - self._sent_at >= BEACON_S:
-            self._repeat()
+    def _feed(self) -> None:
+        """Pass on all that is queued."""
+        while True:
+            changes = self._queue.take()
+            feed = Feed(changes, _drained(self._prompts), _drained(self._folders))
+            if feed.folders:
+                self._folder = feed.folders[-1]
+            if not any(feed):
+                return
+            self._process.feed(feed)
+            self._process.hear(0.0)
 
-    def _follow(self) -> None:
-        """Publish all that is queued."""
-        while self._queue:
-            event = Event(*self._queue.popleft())
-            self._start_anew()  # An event that comes after a beginning is queued after it is set.
-            if self._heard is None or event.number <= self._heard:
-                self.counts.skipped += 1
-            elif event.number != self._heard + 1:
-                self._lose(event.number - self._heard - 1)
-            else:
-                self._heard = event.number
-                self._table.hear(event)
-                _pause()
-            if self._table.pages >= BATCH_PAGES:
-                self._publish_changes(self._table.take())
-        self._start_anew()
-        self._publish_changes(self._table.take())
-
-    def _start_anew(self) -> None:
-        """Publish what is readable in the index, if it was read anew."""
-        if not self._beginnings:
+    def _start_again(self) -> None:
+        log.error("KV events: the publisher's process has ended; another one is started")
+        self._process.close(0.0)
+        try:
+            new = _Process(self._start)
+        except SettingsError as error:
+            log.error("KV events: %s", error)
             return
-        beginning = self._beginnings.popleft()
-        self._table.clear()
-        self._heard, self._asked = beginning.number, False
-        for event in beginning.events:
-            self._table.hear(event)
-            _pause()
-        self._table.take()
-        for batch in self._state(STATE_PAGES):
-            self._publish(batch)
+        self._counts.add(self._process.reported.counts)
+        self._process = new
+        self._folders.appendleft(self._folder)
+        self._queue.lose()
 
-    def _lose(self, events: int) -> None:
-        """Some events have been dropped: nothing is known until the index is read anew."""
-        self.counts.dropped += events
-        self._heard = None
-        self._table.take()
-        if not self._asked:
-            self._asked = True
-            self.counts.read_anew += 1
-            self._read_anew()
 
-    def _state(self, batch_pages: int) -> Iterator[list[WireEvent]]:
-        """The present state in batches of about so many blocks."""
-        events, pages = [CLEARED], 0
-        for run in self._table.everything():
-            for start in range(0, len(run.blocks), batch_pages):
-                piece = Appeared(run.cell, run.blocks[start : start + batch_pages])
-                events += self._encoder.events([piece])
-                pages += len(piece.blocks)
-                if pages >= batch_pages:
-                    yield events
-                    events, pages = [], 0
-        if events:
-            yield events
+class _Process:
+    """The process, from its start to its end. `reported`: what it has done so far."""
 
-    # -- sending ----------------------------------------------------------------------------
+    def __init__(self, start: Start) -> None:
+        self._connection, its = Pipe(duplex=True)
+        self.reported = PublisherReport(0, PublisherCounts())
+        self._fed = 0
+        with its:
+            command = [sys.executable, "-m", PROCESS, str(its.fileno())]
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, pass_fds=[its.fileno()]
+            )
+        self.id = self._process.pid
+        self._reports = select.poll()  # `Connection.poll` makes a selector each time.
+        self._reports.register(self._connection.fileno(), select.POLLIN)
+        answer = self._begun(start)
+        if isinstance(answer, Refused):
+            self.close(CLOSE_S)
+            raise SettingsError(answer.reason)
+        self.bound = answer
 
-    def _publish_changes(self, changes: Iterable[Change]) -> None:
-        if events := self._encoder.events(changes):
-            self._publish(events)
-
-    def _publish(self, events: Sequence[WireEvent]) -> None:
-        payload = encode_batch(events)
-        number = self._buffer.add(payload)
-        self._send(number, payload)
-        self._beacon = b"" if events else payload
-        self.counts.batches += 1
-        for event in events:
-            self.counts.events[event.kind] += 1
-
-    def _repeat(self) -> None:
-        """Send the last number again, with a batch without events."""
-        if self._beacon:
-            self._send(self._buffer.next - 1, self._beacon)
-        else:
-            self._publish([])
-
-    def _send(self, number: int, payload: bytes) -> None:
-        self._pub.send_multipart((self._topic, number.to_bytes(8, "big"), payload), zmq.NOBLOCK)
-        self._sent_at = time.monotonic()
-
-    def _answer(self, frames: Sequence[bytes]) -> None:
-        """Answer one request for a replay; what is not one is skipped."""
-        if len(frames) < 2 or len(frames[-1]) != 8:
-            return
-        peer, asked = frames[0], int.from_bytes(frames[-1], "big")
-        batches = self._buffer.since(asked)
-        self.counts.replays["buffer" if batches is not None else "state"] += 1
+    def _begun(self, start: Start) -> Bound | Refused:
         try:
-            for number, payload in self._state_since(asked) if batches is None else batches:
-                self._reply(peer, self._topic, number.to_bytes(8, "big"), payload)
-            self._reply(peer, b"", END, b"")
-        except zmq.ZMQError as error:  # It is gone, or does not read.
-            log.warning("KV events: a replay from %d was cut off (%s)", asked, error)
-            self.counts.cut_off += 1
+            self._connection.send(start)
+            answer: Bound | Refused = self._connection.recv()
+            return answer
+        except (EOFError, OSError):
+            return Refused("--kv-events: its process did not start; its output says why")
 
-    def _state_since(self, asked: int) -> Iterator[tuple[int, bytes]]:
-        """The present state, under numbers from `asked` to the last one published."""
-        numbers = self._buffer.next - asked
-        shown = sum(len(run.blocks) for run in self._table.everything())
-        per_batch = max(STATE_PAGES, 2 * -(-shown // max(1, numbers)))
-        batches = list(self._state(per_batch))
-        first = self._buffer.next - len(batches)
-        for number, events in enumerate(batches, first):
-            yield number, encode_batch(events)
+    @property
+    def behind(self) -> int:
+        """Changes that it has not reported yet."""
+        return self._fed - self.reported.changes
 
-    def _reply(self, peer: bytes, *frames: bytes) -> None:
-        self._replay.send_multipart((peer, b"", *frames), zmq.NOBLOCK)
+    def feed(self, feed: Feed) -> None:
+        self._fed += len(feed.changes.packed)
+        self._connection.send_bytes(feed.packed())
 
-    def _bound(self, kind: int, endpoint: str, flag: str, max_batches: int) -> zmq.Socket[bytes]:
-        socket = self._context.socket(kind)
-        socket.setsockopt(zmq.SNDHWM, max_batches)
-        if "[" in endpoint:
-            socket.setsockopt(zmq.IPV6, 1)
+    def hear(self, timeout_s: float) -> None:
+        """Take in reports; the first one may take so long to come."""
+        while self._reports.poll(timeout_s * 1e3):
+            self.reported = self._connection.recv()
+            timeout_s = 0.0
+
+    def end(self) -> None:
+        """Nothing more will be fed."""
+        self._connection.close()
+
+    def close(self, timeout_s: float) -> None:
+        """Wait until the process has ended; kill it if it takes longer."""
+        self._connection.close()
         try:
-            socket.bind(f"{endpoint[:-1]}*" if endpoint.endswith(":0") else endpoint)
-        except zmq.ZMQError as error:
-            raise SettingsError(
-                f"{flag} cannot listen on {endpoint} ({error}); choose another address or port"
-            ) from None
-        return socket
+            self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
 
 
-def _pause() -> None:
-    """Let the engine's thread have the interpreter, if it waits for it.
-
-    A thread that gives it up for no time mostly has it again before another one wakes.
-    """
-    time.sleep(PAUSE_S)
-
-
-def _hashes(settings: KVEventSettings, index: Index) -> BlockHashes:
-    if settings.names is BlockNames.PAGE_KEYS:
-        return PageKeyHashes(index.root_key)
-    return VllmHashes()
-
-
-def _endpoint(socket: zmq.Socket[bytes]) -> str:
-    found = socket.getsockopt(zmq.LAST_ENDPOINT)
-    assert isinstance(found, bytes)
-    return found.rstrip(b"\0").decode()
+def _drained(queue: deque[Any]) -> list[Any]:
+    return [queue.popleft() for _ in range(len(queue))]

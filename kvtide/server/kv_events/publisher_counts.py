@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class PublisherCounts:
-    """Written by the publisher's thread alone.
+    """Of the publisher's thread and process together.
 
     events     published, by type, in `batches`
     dropped    events of the index that the queue had no room for
@@ -24,3 +24,12 @@ class PublisherCounts:
     read_anew: int = 0
     replays: Counter[str] = field(default_factory=Counter)
     cut_off: int = 0
+
+    def add(self, more: PublisherCounts) -> None:
+        self.events.update(more.events)
+        self.batches += more.batches
+        self.dropped += more.dropped
+        self.skipped += more.skipped
+        self.read_anew += more.read_anew
+        self.replays.update(more.replays)
+        self.cut_off += more.cut_off

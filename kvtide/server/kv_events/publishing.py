@@ -1,16 +1,23 @@
-"""A server's publisher of KV events, which follows its engine's index."""
+"""A server's publisher of KV events: it follows the engine's index and the store's folder."""
 
 from __future__ import annotations
 
-from kvtide.engine import Engine
+from kvtide.cache import TieredCache
+from kvtide.index import Prompt
+from kvtide.server.engine_rank import EngineRank
+from kvtide.server.kv_events.folder_pages import FolderSource
 from kvtide.server.kv_events.kv_event_settings import KVEventSettings
-from kvtide.server.kv_events.open_publisher import EventPublisher, open_publisher
+from kvtide.server.kv_events.kv_groups import kv_groups
+from kvtide.server.kv_events.publisher import Publisher
 from kvtide.server.service import Service
+from kvtide.spec import RankShape
+from kvtide.storage import Store
+from kvtide.storage.file import FileStore
 
 
 def publish_kv_events(
-    settings: KVEventSettings | None, service: Service, engine: Engine
-) -> EventPublisher | None:
+    settings: KVEventSettings | None, service: Service, rank: EngineRank
+) -> Publisher | None:
     """Begin to publish, or raise `SettingsError`; None without settings.
 
     All ranks have the same tree, so the one with HTTP publishes for all.
@@ -21,6 +28,39 @@ def publish_kv_events(
     def read_anew() -> None:
         service.call_from_thread(lambda engine: publisher.begin(engine.cache.index))
 
-    publisher = open_publisher(settings, engine.cache.index, read_anew)
+    publisher = Publisher(settings, rank.engine.cache.index, read_anew)
+    shape = RankShape(rank.topology.stages, rank.topology.tensor.count)
+    follow = FollowStorage(publisher, rank.engine.cache, shape)
+    service.call_from_thread(lambda engine: engine.cache.storage.listen(follow))
     read_anew()
     return publisher
+
+
+class FollowStorage:
+    """Has the publisher follow the folder of the attached store, where that is one.
+
+    Other stores drop objects without a record that this server reads, so nothing is claimed to be
+    in them.
+    """
+
+    def __init__(self, publisher: Publisher, cache: TieredCache, shape: RankShape) -> None:
+        self._publisher = publisher
+        self._cache = cache
+        self._shape = shape
+        self._folder: FolderSource | None = None
+
+    def store_changed(self, store: Store | None) -> None:
+        self._folder = self._source(store) if isinstance(store, FileStore) else None
+        self._publisher.follow(self._folder)
+
+    def pages_asked(self, prompt: Prompt) -> None:
+        if self._folder is not None:
+            self._publisher.name(prompt)
+
+    def _source(self, store: FileStore) -> FolderSource | None:
+        groups = kv_groups(self._cache.memory)
+        history = next((anchor for anchor, group in groups.items() if group.history), None)
+        if history is None:
+            return None
+        suffixes = self._cache.storage.object_suffixes(history, self._shape)
+        return FolderSource(store.followed, suffixes)

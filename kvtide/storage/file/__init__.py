@@ -12,6 +12,7 @@ Start with `file_store`. The other modules, from the disk upwards:
 `recovery`        opening a folder: merging journals, clearing away the left-overs of a crash
 `file_settings`   the settings of a URL, and failure counters
 `appends`         the way of new objects, with cap, floor and eviction
+`folder_follower` what is stored, for a process that only reads the journals
 
 Why it is built so. A file per object costs ten times its price at 64 KiB. Slots that are reused
 need an order between a slot's last reader and its next writer, over processes. So every process
@@ -50,5 +51,6 @@ both copies until one of them, unused, is evicted.
 """
 
 from kvtide.storage.file.file_store import FileStore
+from kvtide.storage.file.folder_follower import FolderFollower, FolderSpace
 
-__all__ = ["FileStore"]
+__all__ = ["FileStore", "FolderFollower", "FolderSpace"]

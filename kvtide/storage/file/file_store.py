@@ -14,6 +14,7 @@ from kvtide.storage.file.file_io import FileRange, HoleError, IoThreads, Mover, 
 from kvtide.storage.file.file_settings import FileSettings, StoreCounts, Sync, folder_of
 from kvtide.storage.file.folder import Folder
 from kvtide.storage.file.folder_catalog import Catalog
+from kvtide.storage.file.folder_follower import FolderSpace
 from kvtide.storage.file.journal import RECORD_BYTES, Words, key_words
 from kvtide.storage.file.object_table import NONE, ObjectPlaces, Rows
 from kvtide.storage.file.recovery import LAST_REMOVALS, enter, merge
@@ -32,6 +33,8 @@ RECORDS_PER_OBJECT = 2
 class FileStore:
     def __init__(self, url: StoreURL, space: bytes) -> None:
         self.name = str(url)
+        self.followed = FolderSpace(folder_of(url), space)
+        """What another process follows to know what is stored."""
         counts, folder = StoreCounts(), Folder(folder_of(url))
         catalog = Catalog(folder, counts)
         journal = enter(folder, catalog, counts)

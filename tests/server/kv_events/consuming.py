@@ -11,6 +11,7 @@ import msgpack
 import zmq
 
 from kvtide.index import Index, Namespace
+from kvtide.index.keys import chain, root_key
 from kvtide.index.tree.node import Node, Root
 from kvtide.server.kv_events.block_hashes import BlockHashes, VllmHashes
 from kvtide.server.kv_events.kv_groups import MEDIA, kv_groups
@@ -143,6 +144,14 @@ class Consumer:
         here.difference_update(event["block_hashes"])
 
 
+def until(true: Callable[[], object]) -> None:
+    """Wait for what takes a moment."""
+    deadline = time.monotonic() + DEADLINE_S
+    while not true():
+        assert time.monotonic() < deadline, "it does not come to be"
+        time.sleep(0.005)
+
+
 # -- what an index has ----------------------------------------------------------------------------
 
 
@@ -173,7 +182,7 @@ def held(index: Index, hashes: BlockHashes | None = None) -> Known:
 
 
 def _named(index: Index, hashes: BlockHashes) -> Iterator[tuple[Node, list[bytes]]]:
-    size, after = index.tree.page_bytes, index.tree.after_bytes
+    after = index.tree.after_bytes
     for node in index.tree.walk():
         if node.hidden:
             continue
@@ -183,11 +192,20 @@ def _named(index: Index, hashes: BlockHashes) -> Iterator[tuple[Node, list[bytes
         namespace, head = root.name
         assert isinstance(namespace, Namespace)
         tokens = head + b"".join(each.tokens for each in path)
-        names: list[bytes] = []
-        for start in range(0, len(tokens) - after, size):
-            parent = names[-1] if names else None
-            names.append(hashes.of(parent, unpacked(tokens[start : start + size]), namespace))
-        yield node, names[node.depth :]
+        named = block_names(index, tokens[: len(tokens) - after], namespace, hashes)
+        yield node, named[node.depth :]
+
+
+def block_names(
+    index: Index, packed: bytes, namespace: Namespace, hashes: BlockHashes
+) -> list[bytes]:
+    """The hashes of all whole pages of a prompt."""
+    size, found = index.page_bytes, list[bytes]()
+    whole = packed[: len(packed) // size * size]
+    for number, key in enumerate(chain(root_key(index.fingerprint, namespace), whole, size)):
+        tokens = unpacked(whole[number * size : (number + 1) * size])
+        found.append(hashes.of(key, found[-1] if found else None, tokens, namespace))
+    return found
 
 
 def _closed(node: Node, cell: int) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from kvtide.index import Index
 from kvtide.server.kv_events.kv_event_settings import KVEventSettings
@@ -26,7 +27,7 @@ class Followed:
         self.traffic = Traffic(ALL_MEMORIES[name], seed)
         self.index: Index = self.traffic.index
         self._calls: list[Callable[[], None]] = []
-        chosen = settings or KVEventSettings(LOCAL, LOCAL)
+        chosen = replace(settings or KVEventSettings(LOCAL, LOCAL), beacon_s=0.1)
         self.publisher = kind(chosen, self.index, self._read_anew, **options)
         self.publisher.begin(self.index)
 

@@ -1,4 +1,4 @@
-"""Dynamo's indexer as a process: a real consumer of KV events, asked over HTTP."""
+"""Dynamo's indexer as a process, a real consumer of KV events, asked over HTTP; a lossy route."""
 
 from __future__ import annotations
 
@@ -6,12 +6,15 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self
+
+import zmq
 
 from kvtide.index import DEFAULT_NAMESPACE, Namespace
 from tests.processes import free_port
@@ -95,3 +98,37 @@ class Indexer:
         with urllib.request.urlopen(request, timeout=10) as answer:
             text: str = answer.read().decode()
             return text
+
+
+class LossyRoute:
+    """Passes on what a publisher sends to all, and drops it while it `loses`."""
+
+    def __init__(self, endpoint: str) -> None:
+        self.loses = False
+        self.dropped = 0
+        self._context = zmq.Context()
+        self._from = self._context.socket(zmq.SUB)
+        self._from.subscribe("")
+        self._from.connect(endpoint)
+        self._to = self._context.socket(zmq.PUB)
+        self.endpoint = f"tcp://127.0.0.1:{self._to.bind_to_random_port('tcp://127.0.0.1')}"
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._closing.set()
+        self._thread.join(10)
+        self._context.destroy(linger=0)
+
+    def _run(self) -> None:
+        while not self._closing.is_set():
+            if self._from.poll(20):
+                frames = self._from.recv_multipart()
+                if self.loses:
+                    self.dropped += 1
+                else:
+                    self._to.send_multipart(frames)

@@ -5,10 +5,15 @@ from __future__ import annotations
 import hashlib
 import struct
 
+import numpy as np
 import pytest
 
 from kvtide.index import Namespace
 from kvtide.server.kv_events.block_hashes import NONE_HASH, PageKeyHashes, VllmHashes, extra_keys
+from kvtide.server.kv_events.block_table import BlockTable
+from kvtide.server.kv_events.event_encoding import TokenPacker
+from kvtide.server.kv_events.index_feed import PagesStored
+from kvtide.server.kv_events.kv_groups import kv_groups
 from tests.index.building import build
 from tests.index.memories import FULL, PAGE
 from tests.server.kv_events.consuming import published
@@ -38,14 +43,14 @@ VECTORS = {
 @pytest.mark.parametrize("namespace", VECTORS, ids=str)
 def test_hashes_are_those_of_vllm(namespace: Namespace) -> None:
     hashes, (digest, first, second) = VllmHashes(), VECTORS[namespace]
-    one = hashes.of(None, FIRST, namespace)
-    two = hashes.of(one, SECOND, namespace)
+    one = hashes.of(b"", None, FIRST, namespace)
+    two = hashes.of(b"", one, SECOND, namespace)
     assert one.hex() == digest
     assert (published(hashes, one), published(hashes, two)) == (first, second)
 
 
 def test_the_largest_token_ids_are_hashed_as_vllm_does() -> None:
-    digest = VllmHashes().of(None, (151644, 0, 70000, 2147483647), Namespace())
+    digest = VllmHashes().of(b"", None, (151644, 0, 70000, 2147483647), Namespace())
     assert published(VllmHashes(), digest) == 15231668173138491958
 
 
@@ -57,7 +62,7 @@ def test_the_hashes_follow_from_the_stated_derivation() -> None:
     numbers = b"".join(b"K" + bytes([token]) for token in FIRST)
     frame = b"C\x20" + none + b"\x94(" + numbers + b"t\x94N\x87\x94."
     pickled = b"\x80\x05\x95" + struct.pack("<Q", len(frame)) + frame
-    found = VllmHashes().of(None, FIRST, Namespace())
+    found = VllmHashes().of(b"", None, FIRST, Namespace())
     assert found == hashlib.sha256(pickled).digest()
 
 
@@ -71,10 +76,11 @@ def test_a_salt_is_a_key_of_the_first_block_and_an_adapter_of_all() -> None:
 
 @pytest.mark.parametrize("namespace", VECTORS, ids=str)
 def test_page_keys_are_those_of_the_index(namespace: Namespace) -> None:
-    index = build(FULL, fingerprint=b"model")
-    hashes, text = PageKeyHashes(index.root_key), list(range(3 * PAGE))
-    parent, found = None, []
-    for start in range(0, len(text), PAGE):
-        parent = hashes.of(parent, tuple(text[start : start + PAGE]), namespace)
-        found.append(published(hashes, parent))
-    assert found == [page.key for page in index.page_keys(index.prompt(text, namespace))]
+    index, text = build(FULL, fingerprint=b"model"), list(range(3 * PAGE))
+    prompt = index.prompt(text, namespace)
+    table = BlockTable(kv_groups(FULL), PageKeyHashes(), PAGE, TokenPacker(PAGE), b"model")
+    slots = np.arange(3, dtype=np.int32).tobytes()
+    table.hear(PagesStored(0, slots, prompt.packed, namespace=namespace))
+    found = [published(PageKeyHashes(), digest) for digest in table.blocks]
+    assert found == [page.key for page in index.page_keys(prompt)]
+    assert {block.key for block in table.blocks.values()} == set(found)

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgpack
 import numpy as np
 import pytest
 
-from kvtide.index import Event, EventKind, Namespace
-from kvtide.index.events import CellName
+from kvtide.index import Namespace
 from kvtide.index.keys import pack
 from kvtide.server.kv_events.block_hashes import BlockHashes, VllmHashes
 from kvtide.server.kv_events.block_table import Appeared, BlockTable
@@ -21,8 +19,8 @@ from kvtide.server.kv_events.event_encoding import (
     WireEvent,
     encode_batch,
 )
+from kvtide.server.kv_events.index_feed import PagesRemoved, PagesStored
 from kvtide.server.kv_events.kv_groups import KVGroup, kv_groups
-from kvtide.spec import Tier
 from kvtide.spec.catalog import resolve
 from tests.index.memories import (
     DRAFTED,
@@ -36,30 +34,30 @@ from tests.index.memories import (
 )
 from tests.server.kv_events.consuming import published
 
-DEVICE, HOST = CellName(Tier.DEVICE, "kv"), CellName(Tier.HOST, "kv")
-numbers = itertools.count(1)
+DEVICE, HOST = 0, 1
+"""The cells of a memory with one anchor."""
 
 
 def stored(
-    cell: CellName, slots: list[int], tokens: list[int], above: tuple[CellName, int] | None = None
-) -> Event:
-    event = Event(next(numbers), EventKind.STORED, cell, 0, np.array(slots, np.int32), pack(tokens))
-    if above is None:
-        return event._replace(namespace=Namespace())
-    return event._replace(above_cell=above[0], above_slots=np.array(above[1:], np.int32))
+    cell: int, slots: list[int], tokens: list[int], above: tuple[int, int] | None = None
+) -> PagesStored:
+    namespace = Namespace() if above is None else None
+    return PagesStored(cell, packed_slots(slots), pack(tokens), above, namespace)
 
 
-def removed(cell: CellName, slots: list[int]) -> Event:
-    return Event(next(numbers), EventKind.REMOVED, cell, 0, np.array(slots, np.int32))
+def removed(cell: int, slots: list[int]) -> PagesRemoved:
+    return PagesRemoved(cell, packed_slots(slots))
+
+
+def packed_slots(slots: list[int]) -> bytes:
+    return np.array(slots, np.int32).tobytes()
 
 
 def table(
-    groups: Mapping[str, KVGroup] | None = None,
-    hashes: BlockHashes | None = None,
-    pause: Callable[[], None] = lambda: None,
+    groups: Mapping[str, KVGroup] | None = None, hashes: BlockHashes | None = None
 ) -> BlockTable:
     chosen = groups or kv_groups(FULL)
-    return BlockTable(chosen, hashes or VllmHashes(), PAGE, TokenPacker(PAGE), pause)
+    return BlockTable(chosen, hashes or VllmHashes(), PAGE, TokenPacker(PAGE))
 
 
 class Counted(VllmHashes):
@@ -67,13 +65,16 @@ class Counted(VllmHashes):
 
     blocks = 0
 
-    def of(self, parent: bytes | None, tokens: tuple[int, ...], namespace: Namespace) -> bytes:
+    def of(
+        self, key: bytes, parent: bytes | None, tokens: tuple[int, ...], namespace: Namespace
+    ) -> bytes:
         self.blocks += 1
-        return super().of(parent, tokens, namespace)
+        return super().of(key, parent, tokens, namespace)
 
 
 def changes(made: BlockTable) -> list[tuple[str, str, int]]:
     """What changed, on which medium, and of how many blocks."""
+    made.settle()
     return [
         ("appeared", change.cell.medium, len(change.blocks))
         if isinstance(change, Appeared)
@@ -253,18 +254,10 @@ def test_a_page_that_comes_to_another_medium_is_not_hashed_again() -> None:
     assert changes(made)[-1] == ("appeared", "GPU", 1)
 
 
-def test_other_threads_get_the_interpreter_within_a_long_event() -> None:
-    pauses: list[int] = []
-    made = table(pause=lambda: pauses.append(len(made.blocks)))
-    made.hear(stored(DEVICE, list(range(100)), [5] * (100 * PAGE)))
-    made.hear(removed(DEVICE, list(range(100))))
-    assert pauses == [16, 32, 48, 64, 80, 96, 84, 68, 52, 36, 20, 4]
-
-
 def test_a_window_is_written_in_tokens() -> None:
     group = KVGroup(1, "sliding_window", 128, history=False)
     made = table({"swa": group})
-    made.hear(stored(CellName(Tier.HOST, "swa"), [0], TEXT[:PAGE]))
+    made.hear(stored(HOST, [0], TEXT[:PAGE]))
     event = unpacked(EventEncoder(VllmHashes(), PAGE).events(made.take()))
     assert (event["medium"], event["group_idx"]) == ("CPU", 1)
     assert event["kv_cache_spec_sliding_window"] == 128

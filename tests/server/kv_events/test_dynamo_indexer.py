@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from kvtide.index import Namespace
-from kvtide.server.kv_events import publisher as publisher_module
 from kvtide.server.kv_events.kv_event_settings import KVEventSettings
-from kvtide.server.kv_events.publisher import Publisher
 from kvtide.spec import Tier
 from tests.index import traffic as traffic_module
 from tests.index.memories import PAGE
 from tests.processes import free_port
+from tests.server.kv_events.consuming import until
 from tests.server.kv_events.following import LOCAL, Followed
-from tests.server.kv_events.indexing import MAX_S, Indexer, install
+from tests.server.kv_events.indexing import MAX_S, Indexer, LossyRoute, install
 
 pytestmark = pytest.mark.full
 MEMORIES = ("full", "window", "recurrent", "window and state", "two histories")
@@ -41,19 +40,6 @@ def _other_names(monkeypatch: pytest.MonkeyPatch) -> None:
     """An adapter and a salt of one name have one hash in vLLM's scheme: the indexer would not
     tell them apart."""
     monkeypatch.setattr(traffic_module, "NAMESPACES", NAMESPACES)
-    monkeypatch.setattr(publisher_module, "BEACON_S", 0.1)
-
-
-class Lossy(Publisher):
-    """Batches may get lost on the way to subscribers."""
-
-    loses = False
-
-    def _send(self, number: int, payload: bytes) -> None:
-        if self.loses:
-            self._sent_at = time.monotonic()
-        else:
-            super()._send(number, payload)
 
 
 def in_index(made: Followed, tokens: list[int], namespace: Namespace) -> Answer:
@@ -86,13 +72,6 @@ def agree(made: Followed, indexer: Indexer, instance: int = 1) -> set[Answer]:
     return set(wanted)
 
 
-def until(true: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + MAX_S
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
-
-
 def follow(indexer: Indexer, made: Followed, instance: int = 1) -> None:
     publisher = made.publisher
     indexer.register(instance, publisher.endpoint, publisher.replay_endpoint, PAGE)
@@ -121,22 +100,23 @@ def test_its_answers_are_the_indexs(name: str, indexer: Indexer) -> None:
 @pytest.mark.parametrize("batches", [10_000, 2], ids=["replayed", "lost for good"])
 @pytest.mark.parametrize("name", ["full", "window and state"])
 def test_a_missed_stretch_is_made_up(name: str, batches: int, indexer: Indexer) -> None:
-    made = Followed(name, KVEventSettings(LOCAL, LOCAL, replay_batches=batches), kind=Lossy)
+    made = Followed(name, KVEventSettings(LOCAL, LOCAL, replay_batches=batches))
     publisher = made.publisher
-    assert isinstance(publisher, Lossy)
     try:
-        follow(indexer, made)
-        made.go(100)
-        agree(made, indexer)
-        for _ in range(3):
-            before = publisher.counts.batches
-            publisher.loses = True
-            for sent in range(before, before + 5):
-                made.go(30)
-                until(lambda sent=sent: publisher.counts.batches > sent)  # type: ignore[misc]
-            publisher.loses = False
+        with LossyRoute(publisher.endpoint) as route:
+            indexer.register(1, route.endpoint, publisher.replay_endpoint, PAGE)
+            made.go(100)
             agree(made, indexer)
-        assert publisher.counts.replays["buffer" if batches > 2 else "state"] >= 3
+            for _ in range(3):
+                route.loses = True
+                dropped = route.dropped
+                for lost in range(dropped, dropped + 5):
+                    made.go(30)
+                    until(lambda lost=lost: route.dropped > lost)  # type: ignore[misc]
+                route.loses = False
+                agree(made, indexer)
+        source = "buffer" if batches > 2 else "state"
+        until(lambda: publisher.counts.replays[source] >= 3)
     finally:
         publisher.close()
 

@@ -288,6 +288,7 @@ def test_pictures(busy: InProcess, visit: Any, tmp_path: Path, pytestconfig: pyt
             until(lambda seen=seen: seen.frames() > 20)
             _save(_whole(seen), folder / name)
             seen.page.goto("about:blank")
+            until(lambda: not busy.app.live.publisher.viewers)
         with frames(busy) as events:
             snapshots = [*islice(events, 20)]
     finally:
