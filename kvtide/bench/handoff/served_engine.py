@@ -15,7 +15,7 @@ from kvtide.server.engine_rank import EngineRank
 from kvtide.server.handoff.handoff_settings import HandoffSettings
 from kvtide.server.handoff.rank_handoff import RankHandoff
 from kvtide.server.handoff.server_handoff import ServerHandoff
-from kvtide.server.service import ResponseStream, Service
+from kvtide.server.service import ResponseStream, Service, StreamGroup
 from kvtide.spec import Tier
 from kvtide.transfer.peer.transport import Transport
 
@@ -75,15 +75,16 @@ class ServedEngine:
 
     # -- requests ---------------------------------------------------------------------------
 
-    def begin(self, requests: Sequence[RequestParams]) -> list[ResponseStream]:
+    def begin(self, requests: Sequence[RequestParams]) -> StreamGroup:
         """Submit requests and return at once."""
         checked = [self._service.check(params) for params in requests]
         return self._wait(self._service.submit(checked))
 
     def answer(self, params: RequestParams) -> TimedAnswer:
         """Submit a request and wait for its end."""
-        (stream,) = self.begin([params])
-        self._wait(_read(stream))
+        group = self.begin([params])
+        self._wait(group.whole())
+        (stream,) = group.streams
         assert stream.first is not None and stream.ended is not None
         return TimedAnswer(stream.first - stream.began, stream.ended - stream.began, stream.request)
 
@@ -127,8 +128,3 @@ class ServedEngine:
         Leader(self._rank).run(CloseCache(10.0))
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
-
-
-async def _read(stream: ResponseStream) -> None:
-    async for _ in stream:
-        pass
