@@ -4,7 +4,8 @@
 
 The engine thread alone touches engine and cache. The event loop puts calls into its inbox, which
 run between two steps; a call that changes state is an engine command, which all ranks apply. The
-updates of a step reach the event loop in one message.
+updates of a step reach the event loop in one message, while the engine thread waits for the device
+in the next step: the two threads share one interpreter.
 
 A stream ends with its request's last update, with `ServiceEndedError`, or by `abort`; a client that
 disconnects is aborted.
@@ -148,6 +149,9 @@ class Service:
         self._inbox: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._streams: dict[Request, tuple[StreamGroup, ResponseStream]] = {}
         self._calls: set[asyncio.Future[Any]] = set()
+        self._held: Sequence[Update] = ()
+        self._held_since = 0.0
+        self._engine.on_waiting = self._release
         self._thread = threading.Thread(target=self._work, name="kvtide-engine", daemon=True)
         self._thread.start()
 
@@ -331,9 +335,11 @@ class Service:
         try:
             while self._run_inbox():
                 self._step()
+            self._release()
         except Exception as error:
             log.exception("the engine broke")
             self.broken = error
+            self._release()
             self._loop.call_soon_threadsafe(self._end_all)
 
     def _run_inbox(self) -> bool:
@@ -365,7 +371,20 @@ class Service:
         now = time.monotonic()
         self.rate.stepped(engine.computed, now - began, len(updates))
         engine.token_s = self.rate.prefill_token_s
-        if updates:
-            self._loop.call_soon_threadsafe(self._deliver, updates, now)
-        elif not engine.computed:
+        self._release()
+        self._held, self._held_since = updates, now
+        if engine.idle or not engine.computed:
+            self._release()
+        if not updates and not engine.computed:
             time.sleep(TRANSFER_POLL_S)
+
+    def _release(self) -> None:
+        """Send the updates of the last step to the event loop.
+
+        Writing them, and reading what clients ask next, keeps the event loop busy for a while. This
+        thread needs the interpreter between two steps, when the device idles, and not while it
+        waits for the device: so updates are held until then, if another step follows.
+        """
+        updates, self._held = self._held, ()
+        if updates:
+            self._loop.call_soon_threadsafe(self._deliver, updates, self._held_since)

@@ -760,6 +760,32 @@ def test_copies_are_looked_after_while_the_device_is_at_work(stand, monkeypatch)
     assert done == ["poll"], "and where nothing is computed"
 
 
+@pytest.mark.parametrize("in_launch", [True, False])
+def test_the_engine_calls_before_it_waits_for_the_device(stand, monkeypatch, in_launch):
+    """On a CPU the launch is the wait; elsewhere the host waits for tokens, with the next step
+    launched."""
+    at = stand()
+    request = at.submit(words(1, 9), 9)
+    at.step()
+    assert at.engine.computes_in_launch, "the tests' device is a CPU"
+    at.engine.computes_in_launch = in_launch
+    done = listed(
+        monkeypatch,
+        (at.engine, "on_waiting"),
+        *((at.engine._runner, name) for name in ("run", "read_launched", "launch_ahead")),
+        (sampler.SamplingBatch, "read"),
+    )
+    at.step()
+    launches = ["read_launched", "launch_ahead"] if at.model.captured else ["run"]
+    before = ["on_waiting", *launches] if in_launch else [*launches, "on_waiting"]
+    assert done == [*before, "read"]
+    at.engine.abort(request)
+    at.engine.step()
+    done.clear()
+    at.engine.step()
+    assert "read" not in done, "nothing is computed"
+
+
 def test_copies_are_polled_before_a_step_that_could_admit_a_request(stand, monkeypatch):
     """A page that has left, or come from storage, is what it waits for."""
     at = stand(device=6)

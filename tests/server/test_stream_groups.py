@@ -1,16 +1,17 @@
-"""How the reader of a response takes the updates of its streams."""
+"""When a step's updates reach the event loop, and how their reader takes them."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
 from functools import wraps
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from kvtide.engine import Finish, Update
-from kvtide.server.service import ResponseStream, ServiceEndedError, StreamGroup
+from kvtide.server.service import ResponseStream, Service, ServiceEndedError, StreamGroup
 
 
 def in_loop(test: Callable[[], Awaitable[None]]) -> Callable[[], None]:
@@ -95,3 +96,128 @@ async def test_an_error_ends_a_reader_that_waits() -> None:
         one.fail(ServiceEndedError("over"))
         with pytest.raises(ServiceEndedError):
             await reading
+
+
+# -- when they come -------------------------------------------------------------------------------
+
+
+class ScriptedEngine:
+    """Runs one step after another as the test lets it; the engine thread waits in between."""
+
+    def __init__(self) -> None:
+        self.scheduler = SimpleNamespace(max_running=4, waiting=0, running=[])
+        self.cache = SimpleNamespace(
+            busy=False,
+            unsettled=False,
+            sessions=SimpleNamespace(next_expiry=None, tick=lambda now: None),
+        )
+        self.token_s, self.computed, self.idle = 0.0, 1, True
+        self.on_waiting: Callable[[], None] = lambda: None
+        self.script: list[Callable[[], list[Update]]] = []
+
+    def step(self) -> list[Update]:
+        updates = self.script.pop(0)()
+        self.idle = not self.script
+        return updates
+
+
+class Stand:
+    """A service over a scripted engine, with one stream whose updates are noted as they arrive."""
+
+    def __init__(self) -> None:
+        self.engine = ScriptedEngine()
+        leader: Any = SimpleNamespace(
+            engine=self.engine, diverged=None, run=lambda command: self.engine.step()
+        )
+        self.service = Service(leader, 4)
+        self.group = group()
+        self.request = self.group.streams[0].request
+        self.loop = asyncio.get_running_loop()
+
+    def arrived(self) -> str:
+        """On the engine's thread: what the loop has by now of what was sent to it."""
+
+        async def texts() -> str:
+            return "".join(one.text for _, one in self.group._came)
+
+        return asyncio.run_coroutine_threadsafe(texts(), self.loop).result(20)
+
+    async def run(self, *script: Callable[[], list[Update]]) -> None:
+        def begin(engine: Any) -> None:
+            self.service._streams[self.request] = (self.group, self.group.streams[0])
+            self.engine.script, self.engine.idle = [*script], False
+
+        await self.service.call(begin)
+        while self.engine.script:
+            await asyncio.sleep(0.001)
+        await self.service.call(lambda engine: None)
+
+
+@in_loop
+async def test_updates_wait_until_the_next_step_waits_for_the_device() -> None:
+    at = Stand()
+    seen: list[str] = []
+
+    def step(text: str) -> Callable[[], list[Update]]:
+        def run() -> list[Update]:
+            seen.append(at.arrived())
+            at.engine.on_waiting()
+            seen.append(at.arrived())
+            return [update(at.request, text)]
+
+        return run
+
+    await at.run(step("a"), step("b"), step("c"))
+    assert seen == ["", "", "", "a", "a", "ab"]
+    assert texts(await at.group.take()) == [(0, "a"), (0, "b"), (0, "c")], "none follows the last"
+    assert await at.service.close()
+
+
+@in_loop
+async def test_updates_wait_for_no_step_that_computes_nothing() -> None:
+    at = Stand()
+    seen: list[str] = []
+
+    def first_of_a_handoff() -> list[Update]:
+        at.engine.computed = 0
+        return [update(at.request, "a")]
+
+    def blocked() -> list[Update]:
+        seen.append(at.arrived())
+        return []
+
+    await at.run(first_of_a_handoff, blocked)
+    assert seen == ["a"]
+    assert await at.service.close()
+
+
+@in_loop
+async def test_updates_wait_for_a_step_without_a_wait_no_longer_than_its_end() -> None:
+    at = Stand()
+    seen: list[str] = []
+
+    def step() -> list[Update]:
+        at.engine.computed = 1
+        return [update(at.request, "a")]
+
+    def only_prefill() -> list[Update]:
+        seen.append(at.arrived())
+        return []
+
+    await at.run(step, only_prefill, only_prefill)
+    assert seen == ["", "a"]
+    assert await at.service.close()
+
+
+@in_loop
+async def test_an_engine_that_breaks_leaves_the_updates_of_its_last_step() -> None:
+    at = Stand()
+
+    def breaks() -> list[Update]:
+        raise RuntimeError("broken")
+
+    with pytest.raises(ServiceEndedError):
+        await at.run(lambda: [update(at.request, "a")], breaks)
+    assert texts(await at.group.take()) == [(0, "a")]
+    with pytest.raises(ServiceEndedError):
+        await at.group.take()
