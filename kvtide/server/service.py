@@ -132,15 +132,15 @@ class StreamGroup:
 
 
 class Service:
-    """Up to `max_requests` run or wait at a time.
+    """Beside a full batch `max_waiting` requests may wait.
 
     broken      the error that stopped the engine
     rate        the engine's prefill and completion rates
     listeners   called with every stream that has ended
     """
 
-    def __init__(self, leader: Leader, max_requests: int) -> None:
-        self.max_requests = max_requests
+    def __init__(self, leader: Leader, max_waiting: int) -> None:
+        self.max_requests = leader.engine.scheduler.max_running + max_waiting
         self.broken: Exception | None = None
         self.rate = RateEstimate()
         self.listeners: list[Callable[[ResponseStream], None]] = []

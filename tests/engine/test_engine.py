@@ -733,6 +733,18 @@ def test_steps_are_counted_by_kind(stand):
     assert at.engine.steps_by_kind == wanted
 
 
+def test_a_batch_between_two_sizes_of_graphs_is_served_right(stand):
+    """The largest default batch: its graphs have 96, 128, … and 256 rows beside the small ones."""
+    at = stand(device=512, chunk_tokens=512, max_running=256)
+    requests = [at.submit(words(n % VOCABULARY, 2 + n % 5), 3 + n % 4) for n in range(210)]
+    most = 0
+    while not at.engine.idle:
+        at.engine.step()
+        most = max(most, len(at.engine.scheduler.running))
+    assert complete(*requests) and most > 192 and at.cache.validate() == []
+    assert (at.engine.steps_by_kind["decode_graph"] > 0) == at.model.captured
+
+
 def test_copies_are_looked_after_while_the_device_is_at_work(stand, monkeypatch):
     at = stand()
     request = at.submit(words(1, 9), 9)

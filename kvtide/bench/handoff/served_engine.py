@@ -20,7 +20,7 @@ from kvtide.spec import Tier
 from kvtide.transfer.peer.transport import Transport
 
 T = TypeVar("T")
-MAX_REQUESTS = 1024
+MAX_WAITING = 1024
 SETTLE_S = 120.0
 POLL_S = 0.001
 
@@ -64,7 +64,7 @@ class ServedEngine:
         self.handoff = ServerHandoff(self._service, self._rank, settings)
 
     async def _open(self) -> Service:
-        return Service(Leader(self._rank), MAX_REQUESTS)
+        return Service(Leader(self._rank), MAX_WAITING)
 
     def _wait(self, coroutine: Coroutine[Any, Any, T]) -> T:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
