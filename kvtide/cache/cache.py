@@ -236,7 +236,9 @@ class TieredCache:
         resume there needs were kept.
         """
         inner = lease._index_lease
-        return 0 if inner.hidden else self.index.shared_pages(prompt, inner.prompt, inner.boundary)
+        if inner.hidden or inner.prompt.tokens < (inner.boundary + 1) * self.memory.page_tokens:
+            return 0  # As of all requests that decode: cheap to find out.
+        return self.index.shared_pages(prompt, inner.prompt, inner.boundary)
 
     def release(self, lease: Lease) -> None:
         """Give back exactly what the lease holds. A second time is harmless.

@@ -95,7 +95,7 @@ def _print_ready(serving: Serving, seconds: float) -> None:
     }
     tiers[Tier.DEVICE] += sum(hot.shape.bytes for hot in cache.hardware.hot.values())
     sentences = (
-        *(serving.storage, serving.speculation, serving.residency),
+        *(serving.storage, serving.speculation, serving.residency, serving.batch),
         serving.formats.remark,
     )
     ranks = serving.rank.topology.ranks
@@ -115,7 +115,7 @@ async def _serve(chosen: Settings, serving: Serving, workers: RankProcesses) -> 
     """The exit code, and whether the store has closed."""
     leader = Leader(serving.rank)
     workers.watch_steps(serving.rank.clock)
-    service = Service(leader, chosen.max_requests)
+    service = Service(leader, chosen.max_waiting)
     try:
         handoff = ServerHandoff(service, serving.rank, chosen.handoff)
     except ChannelError as error:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from itertools import accumulate, pairwise
 
 import torch
@@ -59,7 +59,9 @@ DRAFT_TOKENS = 3
 class Engine:
     """`computed`: tokens of the last step. `cuda_graphs`: small steps run as CUDA graphs where the
     device can. `token_s`: measured seconds to prefill a token, 0 while unknown. `fixed_drafts`:
-    requests get `draft_tokens` drafts also where they do not pay; for benchmarks."""
+    requests get `draft_tokens` drafts also where they do not pay; for benchmarks. `on_waiting` is
+    called before the host waits for a step's tokens, and where it `computes_in_launch`, as on a
+    CPU, before it launches the step."""
 
     def __init__(
         self,
@@ -114,6 +116,8 @@ class Engine:
         self._ahead = LaunchAhead(self.overlap, cache, self.scheduler, self._speculation)
         self.handoffs = Handoffs(cache, handoff_min_tokens, self.abort, self._speculation)
         self.scheduler.on_admitted = self.handoffs.admitted
+        self.on_waiting: Callable[[], None] = _unnoticed
+        self.computes_in_launch = self._staging.device.type == "cpu"
         self.computed, self.token_s = 0, 0.0
         self._numbers, self._polled = 0, False
 
@@ -194,6 +198,8 @@ class Engine:
         if not admits_beside:
             self.scheduler.admit()
         step = self._schedule()
+        if self.computes_in_launch:
+            self.on_waiting()
         output = self._launch(step)
         if output is None:
             return []
@@ -331,6 +337,8 @@ class Engine:
         checks = self._show_oracle(requests, self._runner.select(logits, firsts[:-1]))
         sampling = SamplingBatch(logits, self.masks.sampling_inputs(chunks), self._staging)
         self._overlap_next(chunks, sampling, output)
+        if not self.computes_in_launch:
+            self.on_waiting()
         sampled = sampling.read()
         of_chunks = [sampled[first:end] for first, end in pairwise(firsts)]
         for row in reversed(sampling.resampled):
@@ -440,3 +448,7 @@ class Engine:
         """
         limits = ServedLimits(self.vocabulary, self.max_sequence_tokens, self.tokenizer is not None)
         return self._grammars.compiled(check_request(params, limits))
+
+
+def _unnoticed() -> None:
+    """No caller uses the wait."""

@@ -57,7 +57,7 @@ class Scheduler:
         self._waiting: list[tuple[int, int, Request]] = []
         self._cache = cache
         self.chunk_tokens = chunk_tokens
-        self._max_running = min(max_running, chunk_tokens)
+        self.max_running = min(max_running, chunk_tokens)
         self._states = _anchors_of_states(cache)
         self.keeps_states = any(
             pool.reuse.stride is not None or pool.tail_entries is not None
@@ -109,7 +109,7 @@ class Scheduler:
         """Admit requests in order; the first that finds no slots, None if none is left."""
         self.blocked = False
         while self.can_admit and (first := self._first_ready()) is not None:
-            if len(self.running) == self._max_running or not self._start(first):
+            if len(self.running) == self.max_running or not self._start(first):
                 return first
             self._unqueue(first)
         return None
@@ -117,7 +117,7 @@ class Scheduler:
     @property
     def can_admit(self) -> bool:
         """A request waits, and the batch has a place for it or one to preempt."""
-        if not self._waiting or len(self.running) < self._max_running:
+        if not self._waiting or len(self.running) < self.max_running:
             return bool(self._waiting)
         return min(request.params.priority for request in self.running) < -self._waiting[0][0]
 
@@ -161,7 +161,7 @@ class Scheduler:
         if any(request.ready for request in waiting):
             return
         fetches = [request.fetch for request in waiting if not request.settled]
-        for fetch in fetches[: self._max_running - len(self.running)]:
+        for fetch in fetches[: self.max_running - len(self.running)]:
             assert fetch is not None, "a request without a fetch is settled"
             fetch.stop()
 
@@ -184,7 +184,7 @@ class Scheduler:
         page = self._cache.memory.page_tokens
         staying = [r for r in self.running if r not in lower]
         pages = sum(-(-r.max_length // page) for r in (first, *staying))
-        return len(staying) < self._max_running and pages * page <= self._cache.history_tokens
+        return len(staying) < self.max_running and pages * page <= self._cache.history_tokens
 
     def retract(self, request: Request) -> None:
         """Free its slots and queue it again: preempted, or to recompute what failed to load."""

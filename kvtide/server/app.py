@@ -26,12 +26,12 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import aclosing, suppress
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 
 from aiohttp import web
 
-from kvtide.engine import RequestError
+from kvtide.engine import RequestError, Update
 from kvtide.server.anthropic.messages_routes import MessagesRoutes
 from kvtide.server.cache_report import cache_report
 from kvtide.server.chat.generation_path import GenerationPath
@@ -65,7 +65,7 @@ from kvtide.server.response_formatting import (
     usage,
 )
 from kvtide.server.responses.responses_routes import ResponsesRoutes
-from kvtide.server.service import ResponseStream, Service, ServiceEndedError
+from kvtide.server.service import ResponseStream, Service, ServiceEndedError, StreamGroup
 from kvtide.server.sessions.session_routes import SessionRoutes
 from kvtide.server.settings import Settings
 from kvtide.server.setup.engine_setup import Serving
@@ -191,30 +191,31 @@ class App:
             # engine's thread does it.
             parsed = await asyncio.to_thread(lambda: parse(read_json(raw)))
             choices = await self._handoff.hand_over(parsed.choices)
-            streams = await self._service.submit(choices)
+            group = await self._service.submit(choices)
+            streams = group.streams
             try:
                 answer = Answer(
                     self._name, self._tokenizer, streams, lambda: self._usage(parsed, streams)
                 )
-                return await self._respond(request, parsed, streams, formatter(parsed, answer))
+                made = formatter(parsed, answer)
+                if parsed.stream:
+                    return await _stream(request, parsed, group, made)
+                return await self._whole(parsed, group, made)
             finally:
                 self._service.abort(streams)
         finally:
             self.open_requests -= 1
 
-    async def _respond(
-        self,
-        request: web.Request,
-        parsed: ParsedRequest,
-        streams: Sequence[ResponseStream],
-        formatter: Formatter,
-    ) -> web.StreamResponse:
-        if parsed.stream:
-            return await self._stream(request, parsed, streams, formatter)
-        choices = await asyncio.gather(
-            *(_collected(formatter, stream, parsed.new_parser()) for stream in streams)
-        )
-        whole = formatter.whole(choices)
+    async def _whole(
+        self, parsed: ParsedRequest, group: StreamGroup, formatter: Formatter
+    ) -> web.Response:
+        """The response in one piece."""
+        updates = await group.whole()
+        deltas = [formatter.prompt_delta(stream) for stream in group.streams]
+        parsers = [parsed.new_parser() for _ in group.streams]
+        for stream, update in updates:
+            deltas[stream.number].add(update, parsers[stream.number])
+        whole = formatter.whole(deltas)
         if (pages := self._handoff.conventions.answer(parsed.handoffs)) is not None:
             whole[KV_TRANSFER] = pages
         return web.json_response(whole)
@@ -228,33 +229,6 @@ class App:
             drafts=self._speculates,
             tokenizer=self._tokenizer,
         )
-
-    async def _stream(
-        self,
-        request: web.Request,
-        parsed: ParsedRequest,
-        streams: Sequence[ResponseStream],
-        formatter: Formatter,
-    ) -> web.StreamResponse:
-        response = web.StreamResponse(
-            headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
-        )
-        await response.prepare(request)
-        parsers = [parsed.new_parser() for _ in streams]
-        alive = asyncio.create_task(_keep_alive(response))
-        try:
-            async with aclosing(_chunks(formatter, streams, parsers)) as chunks:
-                async for chunk in chunks:
-                    await response.write(formatter.encode(chunk))
-            for chunk in formatter.closing():
-                await response.write(formatter.encode(chunk))
-            await response.write(formatter.ended())
-        except ServiceEndedError as error:
-            await response.write(formatter.encode(formatter.error(503, str(error))))
-        finally:
-            alive.cancel()
-        await response.write_eof()
-        return response
 
     async def _models(self, request: web.Request) -> web.Response:
         return web.json_response({"object": "list", "data": [self._served_model()]})
@@ -334,16 +308,44 @@ def _same(sent: str, key: str) -> bool:
     return hmac.compare_digest(left, right)
 
 
-async def _collected(formatter: Formatter, stream: ResponseStream, parser: OutputParser) -> Delta:
-    """A choice in one piece."""
-    generated = Delta()
-    async for update in stream:
-        generated.add(update, parser)
-    choice = formatter.prompt_delta(stream)
-    choice.text += generated.text
-    choice.events, choice.sampled = generated.events, generated.sampled
-    choice.reasoning, choice.finish = generated.reasoning, generated.finish
-    return choice
+async def _stream(
+    request: web.Request, parsed: ParsedRequest, group: StreamGroup, formatter: Formatter
+) -> web.StreamResponse:
+    """The response as server-sent events; what a step gave its choices is sent together."""
+    response = web.StreamResponse(
+        headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
+    )
+    await response.prepare(request)
+    alive = asyncio.create_task(_keep_alive(response))
+    chunks = _Chunks(formatter, [parsed.new_parser() for _ in group.streams])
+    try:
+        if opening := b"".join(map(formatter.opening, range(len(group.streams)))):
+            await response.write(opening)
+        while group.open:
+            if sent := b"".join(chunks.of(*came) for came in await group.take()):
+                await response.write(sent)
+        await response.write(formatter.closing())
+    except ServiceEndedError as error:
+        await response.write(formatter.error(503, str(error)))
+    finally:
+        alive.cancel()
+    await response.write_eof()
+    return response
+
+
+class _Chunks:
+    """The chunks of all choices, each with the parser of its output."""
+
+    def __init__(self, formatter: Formatter, parsers: Sequence[OutputParser]) -> None:
+        self._formatter, self._parsers = formatter, parsers
+        self._started = [False] * len(parsers)
+
+    def of(self, stream: ResponseStream, update: Update) -> bytes:
+        number = stream.number
+        delta = Delta() if self._started[number] else self._formatter.prompt_delta(stream)
+        self._started[number] = True
+        delta.add(update, self._parsers[number])
+        return self._formatter.chunk(number, delta)
 
 
 async def _keep_alive(response: web.StreamResponse) -> None:
@@ -351,43 +353,3 @@ async def _keep_alive(response: web.StreamResponse) -> None:
         while True:
             await asyncio.sleep(KEEP_ALIVE_S)
             await response.write(b": keep-alive\n\n")
-
-
-async def _chunks(
-    formatter: Formatter, streams: Sequence[ResponseStream], parsers: Sequence[OutputParser]
-) -> AsyncGenerator[Json]:
-    """The chunks of all choices, interleaved as they come."""
-    joined: asyncio.Queue[Json | BaseException | None] = asyncio.Queue()
-
-    async def follow(number: int) -> None:
-        try:
-            async for chunk in _choice_chunks(formatter, number, streams[number], parsers[number]):
-                joined.put_nowait(chunk)
-        except Exception as error:
-            joined.put_nowait(error)
-        joined.put_nowait(None)
-
-    tasks = [asyncio.create_task(follow(number)) for number in range(len(streams))]
-    try:
-        for _ in tasks:
-            while (chunk := await joined.get()) is not None:
-                if isinstance(chunk, BaseException):
-                    raise chunk
-                yield chunk
-    finally:
-        for task in tasks:
-            task.cancel()
-
-
-async def _choice_chunks(
-    formatter: Formatter, number: int, stream: ResponseStream, parser: OutputParser
-) -> AsyncIterator[Json]:
-    for chunk in formatter.opening(number):
-        yield chunk
-    started = False
-    async for update in stream:
-        delta = Delta() if started else formatter.prompt_delta(stream)
-        started = True
-        delta.add(update, parser)
-        for chunk in formatter.chunk(number, delta):
-            yield chunk

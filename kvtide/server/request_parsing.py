@@ -283,7 +283,7 @@ def _handed(
 def _prompts(body: Fields, tokenizer: Tokenizer | None) -> list[list[int]]:
     """A text, token ids, or a list of either."""
     given = body.get("prompt")
-    if isinstance(given, str) or (isinstance(given, list) and _are_ids(given)):
+    if isinstance(given, str) or (isinstance(given, list) and type(next(iter(given), None)) is int):
         given = [given]
     if not isinstance(given, list) or not given:
         raise RequestError(
@@ -295,7 +295,8 @@ def _prompts(body: Fields, tokenizer: Tokenizer | None) -> list[list[int]]:
 
 
 def _are_ids(given: Sequence[object]) -> bool:
-    return bool(given) and all(type(item) is int for item in given)
+    """Whether all items are numbers of JSON; `True` is none of them."""
+    return {*map(type, given)} == {int}
 
 
 def _tokens(prompt: object, tokenizer: Tokenizer | None) -> list[int]:

@@ -83,36 +83,31 @@ class Formatter(Protocol):
     def prompt_delta(self, stream: ResponseStream) -> Delta:
         """The piece before the first update."""
 
-    def opening(self, number: int) -> list[Json]:
+    def opening(self, number: int) -> bytes:
         """What a stream sends before the first update of a choice."""
 
-    def chunk(self, number: int, delta: Delta) -> list[Json]:
+    def chunk(self, number: int, delta: Delta) -> bytes:
         """What a stream sends for a piece of one choice."""
 
-    def closing(self) -> list[Json]:
+    def closing(self) -> bytes:
         """What a stream sends after the last piece of all choices."""
 
     def whole(self, deltas: Sequence[Delta]) -> Json:
         """The response in one piece."""
 
-    def encode(self, chunk: Json) -> bytes:
-        """A chunk as a server-sent event."""
-
-    def ended(self) -> bytes:
-        """The bytes after the last event."""
-
-    def error(self, status: int, message: str) -> Json:
-        """The chunk of an error in an open stream."""
+    def error(self, status: int, message: str) -> bytes:
+        """What an open stream sends for an error."""
 
 
 FormatterFactory = Callable[[ParsedRequest, Answer], Formatter]
 
+_ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
+
 
 def server_sent(chunk: Json, event: str | None = None) -> bytes:
     """A server-sent event."""
-    data = json.dumps(chunk, ensure_ascii=False, separators=(",", ":"))
     named = "" if event is None else f"event: {event}\n"
-    return f"{named}data: {data}\n\n".encode("utf-8", "replace")
+    return f"{named}data: {_ENCODER.encode(chunk)}\n\n".encode("utf-8", "replace")
 
 
 class Offsets:
@@ -158,6 +153,10 @@ class ResponseFormatter:
             "created": int(time.time()),
             "model": answer.name,
         }
+        streamed = {**self._frame, "object": kind + ".chunk" if parsed.chat else kind}
+        # Most of an event is the same in all events of a response: it is encoded once.
+        self._head = f'data: {_ENCODER.encode(streamed)[:-1]},"choices":['
+        self._tail = ',"usage":null}\n\n' if parsed.stream_usage else "}\n\n"
 
     def prompt_delta(self, stream: ResponseStream) -> Delta:
         """The piece before the first update: the prompt with `echo`, else nothing."""
@@ -169,56 +168,59 @@ class ResponseFormatter:
 
     def whole(self, deltas: Sequence[Delta]) -> Json:
         """A response in one piece."""
+        chat = self._parsed.chat
         choices = [
-            self._choice(number, delta, {"message": message(delta.events)})
+            self._choice(
+                number, delta, {"message": message(delta.events)} if chat else {"text": delta.text}
+            )
             for number, delta in enumerate(deltas)
         ]
         usage = self._answer.usage()
         return {**self._frame, "object": self._kind, "choices": choices, "usage": usage}
 
-    def chunk(self, number: int, delta: Delta) -> list[Json]:
+    def chunk(self, number: int, delta: Delta) -> bytes:
         """A chunk of a stream with a piece of one choice; none while a marker is incomplete."""
         if self._parsed.tools.callable and not self._tells(delta):
-            return []
-        return [self._chunk([self._choice(number, delta, {"delta": piece(delta.events)})])]
+            return b""
+        said = {"delta": piece(delta.events)} if self._parsed.chat else {"text": delta.text}
+        return self._event(self._choice(number, delta, said))
 
     def _tells(self, delta: Delta) -> bool:
         parsed = self._parsed
         shows_tokens = bool(delta.sampled) and (parsed.token_ids or parsed.logprobs is not None)
         return bool(delta.events) or delta.finish is not None or shows_tokens
 
-    def opening(self, number: int) -> list[Json]:
+    def opening(self, number: int) -> bytes:
         """The first chunk of a chat's choice, which names the role; none for a completion."""
         if not self._parsed.chat:
-            return []
+            return b""
         delta = {"role": "assistant", "content": ""}
-        return [self._chunk([{"index": number, "delta": delta, "finish_reason": None}])]
+        return self._event({"index": number, "delta": delta, "finish_reason": None})
 
-    def closing(self) -> list[Json]:
-        """The last chunk of a stream with usage."""
+    def closing(self) -> bytes:
+        """The last events of a stream: the usage, where it is asked for, and the end."""
+        end = b"data: [DONE]\n\n"
         if not (self._parsed.stream_usage or self._parsed.cache_details):
-            return []
-        return [{**self._chunk([]), "usage": self._answer.usage()}]
+            return end
+        usage = _ENCODER.encode(self._answer.usage())
+        return f'{self._head}],"usage":{usage}}}\n\n'.encode("utf-8", "replace") + end
 
-    def encode(self, chunk: Json) -> bytes:
-        return server_sent(chunk)
+    def error(self, status: int, message: str) -> bytes:
+        return server_sent(error_object(status, message))
 
-    def ended(self) -> bytes:
-        return b"data: [DONE]\n\n"
+    def _event(self, choice: Json) -> bytes:
+        """A chunk with one choice."""
+        event = f"{self._head}{_ENCODER.encode(choice)}]{self._tail}"
+        return event.encode("utf-8", "replace")
 
-    def error(self, status: int, message: str) -> Json:
-        return error_object(status, message)
-
-    def _chunk(self, choices: list[Json]) -> Json:
-        kind = self._kind + ".chunk" if self._parsed.chat else self._kind
-        usage = {"usage": None} if self._parsed.stream_usage else {}
-        return {**self._frame, "object": kind, "choices": choices, **usage}
-
-    def _choice(self, number: int, delta: Delta, fields: Json) -> Json:
-        """A choice; `fields`: of a chat's message in it."""
-        choice: Json = {"index": number, **(fields if self._parsed.chat else {"text": delta.text})}
-        choice["logprobs"] = self._logprobs(number, delta)
-        choice["finish_reason"] = self._finish_reason(number, delta)
+    def _choice(self, number: int, delta: Delta, said: Json) -> Json:
+        """A choice; `said`: its text, its message, or a piece of one."""
+        choice = {
+            "index": number,
+            **said,
+            "logprobs": self._logprobs(number, delta),
+            "finish_reason": self._finish_reason(number, delta),
+        }
         if self._parsed.token_ids:
             choice["token_ids"] = [*delta.prompt, *(sampled.token for sampled in delta.sampled)]
         return choice

@@ -4,7 +4,8 @@
 
 The engine thread alone touches engine and cache. The event loop puts calls into its inbox, which
 run between two steps; a call that changes state is an engine command, which all ranks apply. The
-updates of a step reach the event loop in one message.
+updates of a step reach the event loop in one message, while the engine thread waits for the device
+in the next step: the two threads share one interpreter.
 
 A stream ends with its request's last update, with `ServiceEndedError`, or by `abort`; a client that
 disconnects is aborted.
@@ -17,10 +18,10 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from kvtide.engine import (
@@ -56,66 +57,116 @@ class ServiceEndedError(Exception):
     """The service accepts no more requests: it is draining, or its engine failed."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class ResponseStream:
-    """One request's updates, in order. Times are seconds of `time.monotonic`."""
+    """One request of a response. Times are seconds of `time.monotonic`.
+
+    number  among the streams of its response
+    """
 
     request: Request
+    number: int
     began: float
-    updates: asyncio.Queue[Update | ServiceEndedError] = field(default_factory=asyncio.Queue)
     first: float | None = None
     ended: float | None = None
 
-    async def __aiter__(self) -> AsyncIterator[Update]:
-        finish = None
-        while finish is None:
-            update = await self.updates.get()
-            if isinstance(update, ServiceEndedError):
-                raise update
-            yield update
-            finish = update.finish
 
-    def put(self, update: Update, now: float) -> None:
-        self.first = self.first or now
+class StreamGroup:
+    """The streams of one response, with one reader for all.
+
+    Updates that come while the reader writes wait here, and are read together: a client that reads
+    slowly holds up neither the engine nor other clients.
+    """
+
+    def __init__(self, streams: Sequence[ResponseStream]) -> None:
+        self.streams = tuple(streams)
+        self._came: list[tuple[ResponseStream, Update]] = []
+        self._left = len(self.streams)
+        self._error: ServiceEndedError | None = None
+        self._reader: asyncio.Future[None] | None = None
+        self._at_end = False
+
+    @property
+    def open(self) -> bool:
+        """More updates come, or have come and are not read."""
+        return bool(self._came) or self._left > 0
+
+    async def take(self) -> list[tuple[ResponseStream, Update]]:
+        """What has come since, in order; waits until something has."""
+        if not self._came:
+            await self._wait()
+        came, self._came = self._came, []
+        return came
+
+    async def whole(self) -> list[tuple[ResponseStream, Update]]:
+        """All updates, once every stream has ended: the reader is woken once."""
+        self._at_end = True
+        if self._left:
+            await self._wait()
+        return self._came
+
+    def put(self, stream: ResponseStream, update: Update, now: float) -> None:
+        stream.first = stream.first or now
+        self._came.append((stream, update))
         if update.finish is not None:
-            self.ended = now
-        self.updates.put_nowait(update)
+            stream.ended = now
+            self._left -= 1
+        if self._left == 0 or not self._at_end:
+            self._wake()
+
+    def fail(self, error: ServiceEndedError) -> None:
+        """No more updates come; the reader gets the error behind those that have."""
+        self._error = error
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
+
+    async def _wait(self) -> None:
+        if self._error is None:
+            self._reader = asyncio.get_running_loop().create_future()
+            await self._reader
+        if self._error is not None and (self._at_end or not self._came):
+            raise self._error
 
 
 class Service:
-    """Up to `max_requests` run or wait at a time.
+    """Beside a full batch `max_waiting` requests may wait.
 
     broken      the error that stopped the engine
     rate        the engine's prefill and completion rates
     listeners   called with every stream that has ended
     """
 
-    def __init__(self, leader: Leader, max_requests: int) -> None:
-        self.max_requests = max_requests
+    def __init__(self, leader: Leader, max_waiting: int) -> None:
+        self.max_requests = leader.engine.scheduler.max_running + max_waiting
         self.broken: Exception | None = None
         self.rate = RateEstimate()
         self.listeners: list[Callable[[ResponseStream], None]] = []
         self._leader, self._engine = leader, leader.engine
         self._loop = asyncio.get_running_loop()
         self._inbox: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
-        self._streams: dict[Request, ResponseStream] = {}
+        self._streams: dict[Request, tuple[StreamGroup, ResponseStream]] = {}
         self._calls: set[asyncio.Future[Any]] = set()
+        self._held: Sequence[Update] = ()
+        self._held_since = 0.0
+        self._engine.on_waiting = self._release
         self._thread = threading.Thread(target=self._work, name="kvtide-engine", daemon=True)
         self._thread.start()
 
     # -- from the event loop ----------------------------------------------------------------
 
-    async def submit(self, requests: Sequence[CheckedRequest]) -> list[ResponseStream]:
+    async def submit(self, requests: Sequence[CheckedRequest]) -> StreamGroup:
         """Queue all of these requests, or raise `OverloadedError` and queue none."""
         began = time.monotonic()
         streams: list[ResponseStream] = []
         try:
-            await self.call(lambda engine: self._accept(engine, requests, began, streams))
+            return await self.call(lambda engine: self._accept(engine, requests, began, streams))
         except asyncio.CancelledError:
             # The requests are queued by now or soon: the inbox keeps the order.
             self._inbox.put(lambda: self._abandon(streams))
             raise
-        return streams
 
     async def call(self, function: Callable[[Engine], T]) -> T:
         """Run a function on the engine thread between two steps."""
@@ -209,8 +260,8 @@ class Service:
 
     def _end_all(self) -> None:
         streams, self._streams = self._streams, {}
-        for stream in streams.values():
-            stream.updates.put_nowait(self._ended())
+        for group, _ in streams.values():
+            group.fail(self._ended())
         for future in [*self._calls]:
             if not future.done():
                 future.set_exception(self._ended())
@@ -226,10 +277,11 @@ class Service:
 
     def _deliver(self, updates: Sequence[Update], now: float) -> None:
         for update in updates:
-            stream = self._streams.get(update.request)
-            if stream is None:
+            found = self._streams.get(update.request)
+            if found is None:
                 continue
-            stream.put(update, now)
+            group, stream = found
+            group.put(stream, update, now)
             if update.finish is not None:
                 del self._streams[update.request]
                 self.rate.finished()
@@ -243,15 +295,18 @@ class Service:
         requests: Sequence[CheckedRequest],
         began: float,
         streams: list[ResponseStream],
-    ) -> None:
+    ) -> StreamGroup:
         """Queue the requests. The loop knows their streams before an update can reach it."""
         self._admit(engine, len(requests))
         now = time.monotonic()
-        commands = [Submit(request, engine.token_s, now) for request in requests]
-        streams += [ResponseStream(self._leader.run(command), began) for command in commands]
+        for number, request in enumerate(requests):
+            submitted = self._leader.run(Submit(request, engine.token_s, now))
+            streams.append(ResponseStream(submitted, number, began))
+        group = StreamGroup(streams)
         self._loop.call_soon_threadsafe(
-            self._streams.update, {stream.request: stream for stream in streams}
+            self._streams.update, {stream.request: (group, stream) for stream in streams}
         )
+        return group
 
     def _admit(self, engine: Engine, count: int) -> None:
         waiting = engine.scheduler.waiting
@@ -280,9 +335,11 @@ class Service:
         try:
             while self._run_inbox():
                 self._step()
+            self._release()
         except Exception as error:
             log.exception("the engine broke")
             self.broken = error
+            self._release()
             self._loop.call_soon_threadsafe(self._end_all)
 
     def _run_inbox(self) -> bool:
@@ -314,7 +371,20 @@ class Service:
         now = time.monotonic()
         self.rate.stepped(engine.computed, now - began, len(updates))
         engine.token_s = self.rate.prefill_token_s
-        if updates:
-            self._loop.call_soon_threadsafe(self._deliver, updates, now)
-        elif not engine.computed:
+        self._release()
+        self._held, self._held_since = updates, now
+        if engine.idle or not engine.computed:
+            self._release()
+        if not updates and not engine.computed:
             time.sleep(TRANSFER_POLL_S)
+
+    def _release(self) -> None:
+        """Send the updates of the last step to the event loop.
+
+        Writing them, and reading what clients ask next, keeps the event loop busy for a while. This
+        thread needs the interpreter between two steps, when the device idles, and not while it
+        waits for the device: so updates are held until then, if another step follows.
+        """
+        updates, self._held = self._held, ()
+        if updates:
+            self._loop.call_soon_threadsafe(self._deliver, updates, self._held_since)

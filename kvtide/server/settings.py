@@ -302,7 +302,12 @@ class Settings:
     chunk_tokens: int | None = setting(
         None, count(), "the token budget of a step; 512, on a GPU 8192", "N"
     )
-    max_running: int = setting(64, count(), "the largest number of running requests", "N")
+    max_running: int | None = setting(
+        None,
+        count(),
+        "the largest number of running requests; what the device tier holds, 64 to 256",
+        "N",
+    )
     max_waiting: int = setting(
         256, count(0), "the longest queue beside a full batch; further requests get 429", "N"
     )
@@ -356,6 +361,11 @@ class Settings:
                 "harmony reads calls and reasoning together; give both --tool-parser and "
                 "--reasoning-parser as harmony, or drop one of them"
             )
+        if self.max_running is not None and self.max_running > self.step_tokens:
+            raise SettingsError(
+                f"--max-running {self.max_running} is more than the {self.step_tokens} tokens of a "
+                "step, of which every running request takes one; use fewer, or more --chunk-tokens"
+            )
         if self.deterministic and self.tp > 2:
             raise SettingsError(
                 f"--deterministic adds in one order, which {self.tp} tensor ranks do not keep; "
@@ -380,11 +390,6 @@ class Settings:
     @property
     def loopback(self) -> bool:
         return is_loopback(self.address)
-
-    @property
-    def max_requests(self) -> int:
-        """A full batch, and the queue of requests that wait to be admitted."""
-        return min(self.max_running, self.step_tokens) + self.max_waiting
 
     @property
     def on_gpu(self) -> bool:

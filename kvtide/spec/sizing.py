@@ -7,7 +7,7 @@ needed only where a request may resume, so a tier keeps room for one checkpoint 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from kvtide.spec.memory import ModelMemory
 from kvtide.spec.pool import PoolSpec, SpecError
@@ -78,6 +78,19 @@ def largest_batch(memory: ModelMemory, tokens: int, device_bytes: int) -> int | 
     """How many requests of so many tokens run at once; None: they take nothing."""
     pages = -(-tokens // memory.page_tokens)
     return _largest(lambda requests: running_bytes(memory, requests, pages) <= device_bytes)
+
+
+def requests_in(memory: ModelMemory, pages: Mapping[str, int], tokens: int) -> int:
+    """How many requests of so many tokens run in these device pages; they share no prefix.
+
+    Of windows a request takes no more than its own pages, and two for the steps after.
+    """
+    page = memory.page_tokens
+    own = -(-tokens // page)
+    return min(
+        pages[anchor.name] // min(_request_pages(anchor, page, own), own + 2)
+        for anchor in memory.in_device_pages.anchors
+    )
 
 
 _UNBOUNDED = 1 << 40

@@ -733,6 +733,18 @@ def test_steps_are_counted_by_kind(stand):
     assert at.engine.steps_by_kind == wanted
 
 
+def test_a_batch_between_two_sizes_of_graphs_is_served_right(stand):
+    """The largest default batch: its graphs have 96, 128, … and 256 rows beside the small ones."""
+    at = stand(device=512, chunk_tokens=512, max_running=256)
+    requests = [at.submit(words(n % VOCABULARY, 2 + n % 5), 3 + n % 4) for n in range(210)]
+    most = 0
+    while not at.engine.idle:
+        at.engine.step()
+        most = max(most, len(at.engine.scheduler.running))
+    assert complete(*requests) and most > 192 and at.cache.validate() == []
+    assert (at.engine.steps_by_kind["decode_graph"] > 0) == at.model.captured
+
+
 def test_copies_are_looked_after_while_the_device_is_at_work(stand, monkeypatch):
     at = stand()
     request = at.submit(words(1, 9), 9)
@@ -758,6 +770,32 @@ def test_copies_are_looked_after_while_the_device_is_at_work(stand, monkeypatch)
     at.engine.step()
     at.engine.step()
     assert done == ["poll"], "and where nothing is computed"
+
+
+@pytest.mark.parametrize("in_launch", [True, False])
+def test_the_engine_calls_before_it_waits_for_the_device(stand, monkeypatch, in_launch):
+    """On a CPU the launch is the wait; elsewhere the host waits for tokens, with the next step
+    launched."""
+    at = stand()
+    request = at.submit(words(1, 9), 9)
+    at.step()
+    assert at.engine.computes_in_launch, "the tests' device is a CPU"
+    at.engine.computes_in_launch = in_launch
+    done = listed(
+        monkeypatch,
+        (at.engine, "on_waiting"),
+        *((at.engine._runner, name) for name in ("run", "read_launched", "launch_ahead")),
+        (sampler.SamplingBatch, "read"),
+    )
+    at.step()
+    launches = ["read_launched", "launch_ahead"] if at.model.captured else ["run"]
+    before = ["on_waiting", *launches] if in_launch else [*launches, "on_waiting"]
+    assert done == [*before, "read"]
+    at.engine.abort(request)
+    at.engine.step()
+    done.clear()
+    at.engine.step()
+    assert "read" not in done, "nothing is computed"
 
 
 def test_copies_are_polled_before_a_step_that_could_admit_a_request(stand, monkeypatch):

@@ -132,7 +132,7 @@ class InProcess:
         return future.result(timeout=60)
 
     async def _open(self) -> tuple[Service, App, web.AppRunner]:
-        service = Service(Leader(self.serving.rank), self.settings.max_requests)
+        service = Service(Leader(self.serving.rank), self.settings.max_waiting)
         self.handoff = ServerHandoff(service, self.serving.rank, self.settings.handoff)
         settings = self.settings.kv_event_settings
         self.events = publish_kv_events(settings, service, self.serving.rank)

@@ -52,7 +52,7 @@ def refuse(capfd: pytest.CaptureFixture[str], model_folder: Path) -> Refuse:
         out, err = capfd.readouterr()
         *before, last = err.splitlines()
         assert out == "" and "Traceback" not in err
-        usual = ("ready after", "pages are ", "speculation: none", "knows no tools")
+        usual = ("ready after", "pages are ", "speculation: none", "knows no tools", "run at once")
         assert all(any(words in line for words in usual) for line in before), err
         assert last.startswith("kvtide serve: ")
         return last.removeprefix("kvtide serve: ")
@@ -318,6 +318,9 @@ def test_only_this_machine_is_served_by_default() -> None:
         (["--port=65536"], "--port is 65536; use 0 to 65,535"),
         (["--port=http"], "--port is 'http'; use a whole number"),
         (["--port="], "--port is ''; use a whole number"),
+        (["--max-running=0"], "--max-running is 0; use 1 to"),
+        (["--max-running=513"], "--max-running 513 is more than the 512 tokens of a step"),
+        (["--max-running=9", "--chunk-tokens=8"], "use fewer, or more --chunk-tokens"),
         (["--api-key="], "--api-key is empty"),
         (["--drain-seconds=-1"], "--drain-seconds is -1"),
         (["--address=0.0.0.0"], "opens the admin routes to the network; set --admin-key"),

@@ -13,6 +13,7 @@ from kvtide.spec.sizing import (
     largest_batch,
     longest_context,
     pages_for,
+    requests_in,
     running_bytes,
 )
 
@@ -158,3 +159,24 @@ def test_hot_requests_take_device_pages_hot_buffers_and_one_gather_region(name: 
         longest = [longest_context(m, total) or 0 for m in (resident, hot)]
         assert batches[0] < batches[1]
         assert longest[0] < longest[1]
+
+
+def test_requests_that_run_in_pages_need_histories_windows_and_states() -> None:
+    pages = {"kv": 100, "swa": 60, "state": 12}
+    assert requests_in(MEMORIES["history"], pages, 64) == 25
+    assert requests_in(MEMORIES["history"], pages, 65) == 20, "the last page in part"
+    # A window of 17 tokens reaches over two pages: six with those of the steps after.
+    assert requests_in(MEMORIES["window beside history"], pages, 64) == 10
+    assert requests_in(MEMORIES["window beside history"], pages, 16) == 20, "its own page, and two"
+    assert requests_in(MEMORIES["state beside history"], pages, 64) == 4
+    assert requests_in(MEMORIES["history"], {"kv": 3}, 64) == 0
+
+
+@given(st.sampled_from(["history", "state beside history"]), st.integers(1, 400))
+def test_requests_that_run_in_pages_fit_their_bytes(name: str, tokens: int) -> None:
+    """As `largest_batch`, which divides bytes as one batch needs them."""
+    declared, page = MEMORIES[name], 16
+    count = requests_in(declared, {"kv": 1000, "state": 1000}, tokens)
+    need = running_bytes(declared, 1, -(-tokens // page))
+    held = sum(declared.slot_bytes(anchor.name) * 1000 for anchor in declared.anchors)
+    assert count * need <= held

@@ -38,10 +38,11 @@ class DecodeBatch:
 
 
 @contextmanager
-def decoding(bed: HandoffBed, batch: DecodeBatch) -> Iterator[list[ResponseStream]]:
+def decoding(bed: HandoffBed, batch: DecodeBatch) -> Iterator[Sequence[ResponseStream]]:
     """The batch runs, all of it decoding; its requests end with the context."""
     prompts = [bed.prompt(batch.context) for _ in range(batch.requests)]
-    streams = bed.decode.begin([RequestParams(prompt, batch.answer) for prompt in prompts])
+    group = bed.decode.begin([RequestParams(prompt, batch.answer) for prompt in prompts])
+    streams = group.streams
     try:
         bed.decode.wait_until(lambda _: all(len(each.request.output) > 1 for each in streams))
         yield streams

@@ -15,12 +15,12 @@ from kvtide.server.engine_rank import EngineRank
 from kvtide.server.handoff.handoff_settings import HandoffSettings
 from kvtide.server.handoff.rank_handoff import RankHandoff
 from kvtide.server.handoff.server_handoff import ServerHandoff
-from kvtide.server.service import ResponseStream, Service
+from kvtide.server.service import ResponseStream, Service, StreamGroup
 from kvtide.spec import Tier
 from kvtide.transfer.peer.transport import Transport
 
 T = TypeVar("T")
-MAX_REQUESTS = 1024
+MAX_WAITING = 1024
 SETTLE_S = 120.0
 POLL_S = 0.001
 
@@ -64,7 +64,7 @@ class ServedEngine:
         self.handoff = ServerHandoff(self._service, self._rank, settings)
 
     async def _open(self) -> Service:
-        return Service(Leader(self._rank), MAX_REQUESTS)
+        return Service(Leader(self._rank), MAX_WAITING)
 
     def _wait(self, coroutine: Coroutine[Any, Any, T]) -> T:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
@@ -75,15 +75,16 @@ class ServedEngine:
 
     # -- requests ---------------------------------------------------------------------------
 
-    def begin(self, requests: Sequence[RequestParams]) -> list[ResponseStream]:
+    def begin(self, requests: Sequence[RequestParams]) -> StreamGroup:
         """Submit requests and return at once."""
         checked = [self._service.check(params) for params in requests]
         return self._wait(self._service.submit(checked))
 
     def answer(self, params: RequestParams) -> TimedAnswer:
         """Submit a request and wait for its end."""
-        (stream,) = self.begin([params])
-        self._wait(_read(stream))
+        group = self.begin([params])
+        self._wait(group.whole())
+        (stream,) = group.streams
         assert stream.first is not None and stream.ended is not None
         return TimedAnswer(stream.first - stream.began, stream.ended - stream.began, stream.request)
 
@@ -127,8 +128,3 @@ class ServedEngine:
         Leader(self._rank).run(CloseCache(10.0))
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
-
-
-async def _read(stream: ResponseStream) -> None:
-    async for _ in stream:
-        pass

@@ -5,6 +5,7 @@
 `bench_sparse`     pools on the host with hot buffers, beside pages all on the device
 `bench_handoff`    a server that prefills and one that decodes, beside one server
 `bench_serve`      conversations over HTTP; `bench_agent` a session of tool calls
+`bench_http`       conversations over HTTP beside the same on the engine alone
 `bench_replay`     the planner's hit rates beside those of an engine
 `bench_transfer`   page copies beside the link
 `bench_storage`    a store beside its disk or its own library

@@ -67,5 +67,12 @@ def against_goal(value: float, wanted: float, unit: str = "×", *, at_most: bool
     return f"{shown}, {'yes' if reached else 'no'}"
 
 
+def figure(figures: Any, names: Sequence[str]) -> float | None:
+    """A number within nested figures; None where a part of them is None."""
+    for name in names:
+        figures = None if figures is None else figures[name]
+    return figures  # type: ignore[no-any-return]
+
+
 def ms(seconds: float) -> str:
     return f"{seconds * 1e3:,.2f} ms"

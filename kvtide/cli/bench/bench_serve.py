@@ -13,12 +13,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from kvtide.bench import conversations
 from kvtide.bench.conversations import DraftCounts, Held, Load, Phase, Reply, StreamEvent, Turn
 from kvtide.bench.tool_loop import AgentLoad
-from kvtide.cli.bench import bench_agent
+from kvtide.cli.bench import bench_agent, bench_http
+from kvtide.cli.bench.bench_report import figure
 from kvtide.cli.client import (
     DETAILS,
     KEY_VARIABLE,
@@ -45,7 +45,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--users", type=int, default=6, help="conversations (6)")
     parser.add_argument(
-        "--at-once", type=int, default=2, help="users who wait for an answer at the same time (2)"
+        "--at-once", type=int, help="users who wait for an answer at the same time (2)"
     )
     parser.add_argument(
         "--agent",
@@ -68,6 +68,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--api-key", metavar="KEY", help=f"its key; else {KEY_VARIABLE}")
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     parser.add_argument("--output", metavar="DIR", help="write serve.png and serve.json there")
+    bench_http.add(parser)
     parser.add_argument(
         "arguments", nargs="*", metavar="-- …", help="arguments of `kvtide serve`, without --url"
     )
@@ -78,6 +79,8 @@ def _run(args: argparse.Namespace) -> int:
     if args.agent:
         return _run_agent(args)
     load = _load(args)
+    if bench_http.is_wanted(args):
+        return _run_beside_engine(load, args)
     folder = _folder(args.output)
     try:
         result = _measure(load, args)
@@ -116,8 +119,25 @@ def _run_agent(args: argparse.Namespace) -> int:
     return 0
 
 
+def _run_beside_engine(load: Load, args: argparse.Namespace) -> int:
+    ticks = progress(range(2 * args.rounds), 2 * args.rounds, "rounds")
+    next(ticks)
+    try:
+        result = bench_http.run(load, args, lambda: next(ticks, None))
+    except bench_http.REFUSALS as refusal:
+        raise CommandError(str(refusal)) from None
+    except KeyboardInterrupt:
+        return 130
+    print(json.dumps(result, indent=2) if args.json else bench_http.report(result))
+    return 0
+
+
 def _load(args: argparse.Namespace) -> Load:
     args.turns = 4 if args.turns is None else args.turns
+    if bench_http.is_wanted(args):
+        bench_http.check(args)
+        args.at_once = args.users
+    args.at_once = 2 if args.at_once is None else args.at_once
     counts = ("users", "turns", "system_tokens", "question_tokens", "answer_tokens", "rounds")
     for name in (*counts, "at_once"):
         if getattr(args, name) < 1:
@@ -218,7 +238,7 @@ def _result(
         "on": on,
         "off": off,
         "on_to_off": {
-            **{row: _ratio(_found(on, row), _found(off, row)) for row in ROWS},
+            **{row: _ratio(figure(on, ROWS[row]), figure(off, ROWS[row])) for row in ROWS},
             "TTFT p50 by turn": [
                 _ratio(*(turn["p50"] for turn in turns))
                 for turns in zip(on["ttft_ms_by_turn"], off["ttft_ms_by_turn"], strict=True)
@@ -304,12 +324,6 @@ ROWS = {
 """Rows of the table, and where a phase's figures have them."""
 
 
-def _found(figures: Any, row: str) -> float | None:
-    for name in ROWS[row]:
-        figures = None if figures is None else figures[name]
-    return figures  # type: ignore[no-any-return]
-
-
 def _ratio(on: float | None, off: float | None) -> float | None:
     return on / off if on is not None and off else None
 
@@ -338,7 +352,7 @@ def _report(result: Json) -> str:
 def _phase_table(result: Json) -> str:
     on, off, ratios = result["on"], result["off"], result["on_to_off"]
     rows = [
-        (row, _number(_found(on, row)), _number(_found(off, row)), _times(ratios[row]))
+        (row, *(_number(figure(phase, ROWS[row])) for phase in (on, off)), _times(ratios[row]))
         for row in ROWS
     ]
     hits = [

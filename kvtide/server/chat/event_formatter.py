@@ -90,37 +90,38 @@ class EventFormatter:
     def prompt_delta(self, stream: ResponseStream) -> Delta:
         return Delta()
 
-    def opening(self, number: int) -> list[Json]:
-        return self._writer.opening()
+    def opening(self, number: int) -> bytes:
+        return _encoded(self._writer.opening())
 
-    def chunk(self, number: int, delta: Delta) -> list[Json]:
+    def chunk(self, number: int, delta: Delta) -> bytes:
+        return _encoded(self._written(delta))
+
+    def closing(self) -> bytes:
+        return _encoded(self._closed())
+
+    def whole(self, deltas: Sequence[Delta]) -> Json:
+        self._writer.opening()
+        for delta in deltas:
+            self._written(delta)
+        self._closed()
+        return self._writer.whole()
+
+    def error(self, status: int, message: str) -> bytes:
+        return _encoded([self._writer.failed(status, message)])
+
+    def _written(self, delta: Delta) -> list[Json]:
+        """The events of a piece of the output."""
         self._reasoning += delta.reasoning
         self._finish = delta.finish
         events = [] if self._started else self._writer.started(self._counts())
         self._started = True
         return events + [made for event in delta.events for made in self._writer.chunk(event)]
 
-    def closing(self) -> list[Json]:
+    def _closed(self) -> list[Json]:
         assert self._finish is not None, "a stream closes after its last update"
         text = self._stream.request.text
         stopped = None if text is None else text.stopped
         return self._writer.closing(Ending(self._finish, stopped, self._counts()))
-
-    def whole(self, deltas: Sequence[Delta]) -> Json:
-        self.opening(0)
-        for delta in deltas:
-            self.chunk(0, delta)
-        self.closing()
-        return self._writer.whole()
-
-    def encode(self, chunk: Json) -> bytes:
-        return server_sent(chunk, chunk["type"])
-
-    def ended(self) -> bytes:
-        return b""
-
-    def error(self, status: int, message: str) -> Json:
-        return self._writer.failed(status, message)
 
     def _counts(self) -> TokenCounts:
         usage, params = self._usage(), self._stream.request.params
@@ -135,3 +136,7 @@ class EventFormatter:
             reasoning=self._reasoning,
             details={name: usage[name] for name in _DETAILS if name in usage},
         )
+
+
+def _encoded(events: Sequence[Json]) -> bytes:
+    return b"".join(server_sent(event, event["type"]) for event in events)

@@ -63,7 +63,7 @@ class RouterRoutes:
                 "dp_size": 1,
                 "page_size": sizes["page_tokens"],
                 "max_total_num_tokens": sizes["history_tokens"],
-                "max_running_requests": settings.max_running,
+                "max_running_requests": sizes["max_running"],
             }
         )
 
@@ -137,8 +137,8 @@ class RouterRoutes:
             "num_used_tokens": used,
             "max_total_num_tokens": capacity,
             "token_usage": round(min(1.0, used / capacity), 4),
-            "utilization": round(running / self._settings.max_running, 4),
-            "max_running_requests": self._settings.max_running,
+            "utilization": round(running / scheduler.max_running, 4),
+            "max_running_requests": scheduler.max_running,
             "cache_hit_rate": round(cached / stats.prompt_tokens, 4)
             if stats.prompt_tokens
             else 0.0,
@@ -152,4 +152,5 @@ def _sizes(engine: Engine) -> Json:
         "page_tokens": memory.page_tokens,
         "history_tokens": engine.cache.history_tokens,
         "max_sequence_tokens": engine.max_sequence_tokens,
+        "max_running": engine.scheduler.max_running,
     }

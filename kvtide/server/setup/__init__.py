@@ -4,4 +4,5 @@
 `store_setup`        which store is opened
 `speculation_setup`  what drafts tokens
 `residency_setup`    which pools live on the host
+`batch_setup`        how many requests run at once
 """

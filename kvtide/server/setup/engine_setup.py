@@ -26,6 +26,7 @@ from kvtide.server.ranks.rank_group import rank_backend, ranks_per_gpu
 from kvtide.server.setting_values import SettingsError
 from kvtide.server.settings import MTP, NO_SPECULATION, Settings
 from kvtide.server.setup import store_setup
+from kvtide.server.setup.batch_setup import choose_batch
 from kvtide.server.setup.residency_setup import choose_residency, stored_bytes
 from kvtide.server.setup.speculation_setup import (
     SpeculationChoice,
@@ -72,6 +73,7 @@ class Serving:
     speculation  the sentence about what drafts tokens
     residency    the sentence about pages on the host, empty where all are resident
     formats      how the model writes calls and reasoning
+    batch        the sentence about how many requests run at once
     """
 
     rank: EngineRank
@@ -80,6 +82,7 @@ class Serving:
     speculation: str
     residency: str
     formats: ChatFormats
+    batch: str
 
     @property
     def engine(self) -> Engine:
@@ -110,12 +113,11 @@ def open_engine(settings: Settings, topology: RankTopology | None = None) -> Ser
     fingerprint = _fingerprint(settings, checkpoint, device)
     agreement = Ranks(timeout_s=AGREEMENT_TIMEOUT_S) if topology.ranks > 1 else Alone()
     _agree_on_weights(agreement, fingerprint)
+    config = _sized_together(config, settings, model, agreement)
+    batch = choose_batch(settings, model, config, agreement)
     config = replace(
-        _sized_together(config, settings, model, agreement),
-        hot_rows=settings.max_running,
+        _for_requests(config, settings, batch.requests),
         longest_tokens=model.max_positions,
-        tail_rows=settings.max_running if settings.handoff.receives else 0,
-        shared_host=settings.handoff.receives and settings.handoff.transport == "shm",
         fingerprint=fingerprint,
         draft_fingerprint=choice.fingerprint(fingerprint),
         any_tensor_ranks=not settings.deterministic,
@@ -126,7 +128,7 @@ def open_engine(settings: Settings, topology: RankTopology | None = None) -> Ser
         cache,
         tokenizer,
         chunk_tokens=settings.step_tokens,
-        max_running=settings.max_running,
+        max_running=batch.requests,
         oracle=_oracle(settings, cache),
         topology=topology,
         drafter=make_drafter(choice, draft, model, cache, topology),
@@ -144,8 +146,19 @@ def open_engine(settings: Settings, topology: RankTopology | None = None) -> Ser
         raise
     name = settings.name or (_name(checkpoint) if settings.model else NAME)
     rank = EngineRank(engine, topology, handoff=handoff)
-    formats = _formats(settings, checkpoint, engine)
-    return Serving(rank, name, storage, choice.sentence(draft_tokens), resident.sentence, formats)
+    formats, drafting = _formats(settings, checkpoint, engine), choice.sentence(draft_tokens)
+    return Serving(rank, name, storage, drafting, resident.sentence, formats, batch.sentence)
+
+
+def _for_requests(config: CacheConfig, settings: Settings, requests: int) -> CacheConfig:
+    """With what is allocated for each request that may run at once."""
+    receives = settings.handoff.receives
+    return replace(
+        config,
+        hot_rows=requests,
+        tail_rows=requests if receives else 0,
+        shared_host=receives and settings.handoff.transport == "shm",
+    )
 
 
 def _tokenizer(settings: Settings, checkpoint: Checkpoint) -> Tokenizer | None:

@@ -15,6 +15,8 @@ from kvtide.spec.sizing import largest_batch, running_bytes
 
 AUTO_CONTEXT = 32_768
 """Tokens per request for which `auto` decides."""
+UNSET_RUNNING = 64
+"""Requests that `auto` counts with, and that hot buffers are for, without `--max-running`."""
 AUTO_SELECTIONS = 2
 """Selections of a step that the hot buffer of `auto` holds: those of a step, and as many before."""
 
@@ -51,7 +53,8 @@ def choose_residency(
     if settings.host_size is None:
         return ResidencyChoice(Residency(), "residency: all, since there is no host tier")
     hot = Residency(AUTO_SELECTIONS * step_queries(memory, drafts) * top_k)
-    return _fitting(memory, hot, settings.max_running, device_bytes(memory), drafts)
+    running = settings.max_running or UNSET_RUNNING
+    return _fitting(memory, hot, running, device_bytes(memory), drafts)
 
 
 def _fitting(

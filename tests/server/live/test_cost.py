@@ -119,7 +119,7 @@ def test_ten_viewers_of_a_busy_server_cost_less_than_a_hundredth_of_its_steps(
         server.engine.check(RequestParams((number % 256, number // 256, *[9] * 3 * PAGE), 2000))
         for number in range(REQUESTS)
     ]
-    streams = server.on_loop(lambda: server.service.submit(checked))
+    streams = server.on_loop(lambda: server.service.submit(checked)).streams
     publisher = server.app.live.publisher
     with ExitStack() as viewers:
         watching = [viewers.enter_context(frames(server)) for _ in range(10)]
