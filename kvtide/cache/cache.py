@@ -34,6 +34,7 @@ from kvtide.cache.receiving import Receiving
 from kvtide.cache.sessions.prefetching import Prefetches
 from kvtide.cache.sessions.session_pins import Sessions
 from kvtide.cache.storage_tier import Storage
+from kvtide.cache.supplements import Supplements
 from kvtide.cache.write_policies import POLICIES
 from kvtide.index import DEFAULT_NAMESPACE, Arrival, Index, Namespace, Placement, Prompt, Stop
 from kvtide.index import IndexLease as IndexLease
@@ -92,6 +93,7 @@ class TieredCache:
         self.prefetches = Prefetches(
             self.index, self._in_flight, self.storage, self.sessions, self._make_room
         )
+        self.supplements = Supplements(self.index, self._in_flight, self.storage)
         self._events = AgreedEvents()
         self.receiving = Receiving(self.index, self.hardware, self._events, self._in_flight)
 
@@ -271,6 +273,11 @@ class TieredCache:
         """For every page of the prefix: whether the device has this optional sidecar of it."""
         return self.index.carries(lease._index_lease, sidecar)
 
+    @property
+    def sidecars_version(self) -> int:
+        """Changes when pages that may be leased get optional sidecars, so that `carries` may."""
+        return self.index.sidecars_version
+
     def view(self, pool: str, layer: int) -> Mapping[str, torch.Tensor]:
         """A layer's device buffers, by field: (slots or hot pages, entries of a page, *shape)."""
         hot = self.hardware.hot.get(pool)
@@ -309,6 +316,7 @@ class TieredCache:
         self._writing.tick()
         for way in Way:
             self._in_flight.submit(way)
+        self.supplements.advance()
         self._in_flight.drop_fence()
         return progress
 
@@ -379,7 +387,8 @@ class TieredCache:
     @property
     def unsettled(self) -> bool:
         """Whether a `poll` has, or will have, something to do, with storage too."""
-        return self.busy or self.storage.unsettled or len(self._events) + len(self.prefetches) > 0
+        waiting = len(self._events) + len(self.prefetches) + len(self.supplements)
+        return self.busy or self.storage.unsettled or waiting > 0
 
     def flush(self, tier: Tier) -> int:
         """Drop every page of a tier that is not pinned; returns how many."""

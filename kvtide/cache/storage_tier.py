@@ -22,6 +22,7 @@ from kvtide.cache.hardware import Hardware, formats, other_shapes, space
 from kvtide.cache.inflight import InFlightTransfers
 from kvtide.cache.rank_agreement import Agreement
 from kvtide.cache.store_removals import Removal, Removals
+from kvtide.cache.supplement_fetching import SupplementFetch, SupplementFetches
 from kvtide.cache.write_behind import WriteBehind
 from kvtide.durations import Durations
 from kvtide.index import Departure, Index, Prompt
@@ -50,6 +51,7 @@ class StorageStats:
     trips           how often a breaker opened, since calls failed
     fetches         by outcome; `fetching` now
     fetched_pages   read to the host
+    supplements     sidecars of pages, read for pages that the host had without them
     stored_pages    written or there already; `dropped_pages` left the queue unwritten, and
                     `failed_pages` were not taken; `waiting_pages` in the queue now
     objects         by what happened to them (`transfer.store_link`)
@@ -67,6 +69,7 @@ class StorageStats:
     fetches: Mapping[str, int]
     fetching: int
     fetched_pages: int
+    supplements: int
     stored_pages: int
     dropped_pages: int
     failed_pages: int
@@ -171,13 +174,22 @@ class Storage:
         a fetch that would take longer than computing is declined. `limit_s` bounds the fetch in
         place of the config's patience.
         """
+        attached = self._source_for(prompt)
+        return None if attached is None else attached.fetches.begin(prompt, token_s, limit_s)
+
+    def supplement(self, prompt: Prompt) -> SupplementFetch | None:
+        """Begin to fetch optional sidecars that neither the device nor the host has of the prompt's
+        pages; None if there are none."""
+        attached = self._source_for(prompt)
+        return None if attached is None else attached.supplements.begin(prompt)
+
+    def _source_for(self, prompt: Prompt) -> Attachment | None:
+        """The store that may be asked for this prompt."""
         attached = self._attached
         if attached is None or isinstance(prompt.namespace, Hidden):
             return None
         # A leaving store may be the same one, and may write what the attached one has removed.
-        if any(one.removals.forbid(prompt) for one in self._stores):
-            return None
-        return attached.fetches.begin(prompt, token_s, limit_s)
+        return None if any(one.removals.forbid(prompt) for one in self._stores) else attached
 
     def ask(self, function: Callable[[Store], T]) -> Future[T] | None:
         """Run a function of the attached store on a worker; None without a store."""
@@ -293,6 +305,7 @@ class Attachment:
         self.link = link
         self.fetches = Fetches(index, link, agreement, config.patience, queued)
         self.storing = WriteBehind(index, link, config.transfer_timeout_s)
+        self.supplements = SupplementFetches(index, link, agreement, config.transfer_timeout_s)
         self.removals = Removals(index, link)
         self._index = index
         self._deadline = 0.0
@@ -306,8 +319,16 @@ class Attachment:
 
     @property
     def at_work(self) -> bool:
-        busy = len(self.fetches) + len(self.storing) + len(self.removals) > 0
-        return busy or self.state is AttachmentState.LEAVING
+        return self._open > 0 or self.state is AttachmentState.LEAVING
+
+    @property
+    def _open(self) -> int:
+        """Fetches, writes and removals that have not ended."""
+        return sum(len(part) for part in self._parts)
+
+    @property
+    def _parts(self) -> tuple[WriteBehind, Removals, Fetches, SupplementFetches]:
+        return self.storing, self.removals, self.fetches, self.supplements
 
     @property
     def gone(self) -> bool:
@@ -320,14 +341,14 @@ class Attachment:
         self.state = AttachmentState.LEAVING
         self._deadline = time.monotonic() + timeout_s
         self.fetches.stop_all()
+        self.supplements.stop_all()
 
     def verdicts(self) -> list[int]:
         """This rank's verdicts on all that is open."""
         if not self.at_work:
             return []
         in_time = self.state is AttachmentState.ATTACHED or time.monotonic() <= self._deadline
-        parts = (self.storing, self.removals, self.fetches)
-        return [in_time, *(verdict for part in parts for verdict in part.verdicts())]
+        return [in_time, *(verdict for part in self._parts for verdict in part.verdicts())]
 
     def settle(self, agreed: Sequence[int]) -> None:
         """Act on the agreed verdicts."""
@@ -335,7 +356,7 @@ class Attachment:
             return
         self._in_time = bool(agreed[0])
         at = 1
-        for part in (self.storing, self.removals, self.fetches):
+        for part in self._parts:
             count = len(part.verdicts())
             part.settle(agreed[at : at + count])
             at += count
@@ -347,8 +368,7 @@ class Attachment:
         if leaving and not self._in_time:
             self.storing.give_up()
         self.storing.tick()
-        left = len(self.fetches) + len(self.storing) + len(self.removals)
-        awaited = (more and self._in_time) or left > 0
+        awaited = (more and self._in_time) or self._open > 0
         if leaving and not awaited:
             self.state = AttachmentState.CLOSING
             self._closer = threading.Thread(target=self._close, daemon=True)
@@ -366,6 +386,7 @@ class Attachment:
         if self.state is AttachmentState.CLOSING:
             return
         self.fetches.discard(prompt)
+        self.supplements.discard(prompt)
         self.storing.withhold(self.removals.begin(prompt, known))
 
     def stats(self) -> StorageStats:
@@ -379,6 +400,7 @@ class Attachment:
             fetches=dict(self.fetches.ended),
             fetching=len(list(self.fetches.open)),
             fetched_pages=self.fetches.fetched_pages,
+            supplements=self.supplements.pages,
             stored_pages=storing.stored,
             dropped_pages=storing.dropped,
             failed_pages=storing.failed,
