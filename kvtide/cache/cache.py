@@ -34,7 +34,7 @@ from kvtide.cache.receiving import Receiving
 from kvtide.cache.sessions.prefetching import Prefetches
 from kvtide.cache.sessions.session_pins import Sessions
 from kvtide.cache.storage_tier import Storage
-from kvtide.cache.supplements import Supplements
+from kvtide.cache.supplements.supplements import Supplements
 from kvtide.cache.write_policies import POLICIES
 from kvtide.index import DEFAULT_NAMESPACE, Arrival, Index, Namespace, Placement, Prompt, Stop
 from kvtide.index import IndexLease as IndexLease
@@ -46,10 +46,8 @@ from kvtide.transfer.transfers import Transfers, TransferState
 MAX_INFLIGHT = 64
 """Transfers per exchange between ranks; older ones come first."""
 HANDOVER_S = 1e-3
-"""How long `load` waits at most for the load lane to issue the first copy.
-
-The lane's thread needs the interpreter: without the wait, the first bytes leave after the caller's
-next step is launched."""
+"""How long `load` waits at most for the load lane to issue the first copy. Its thread needs the
+interpreter: without the wait, the first bytes leave after the caller's next step is launched."""
 
 
 class TieredCache:
@@ -272,11 +270,6 @@ class TieredCache:
     def carries(self, lease: Lease, sidecar: str) -> npt.NDArray[np.bool_]:
         """For every page of the prefix: whether the device has this optional sidecar of it."""
         return self.index.carries(lease._index_lease, sidecar)
-
-    @property
-    def sidecars_version(self) -> int:
-        """Changes when pages that may be leased get optional sidecars, so that `carries` may."""
-        return self.index.sidecars_version
 
     def view(self, pool: str, layer: int) -> Mapping[str, torch.Tensor]:
         """A layer's device buffers, by field: (slots or hot pages, entries of a page, *shape)."""

@@ -14,7 +14,7 @@ from kvtide.cache.inflight import InFlightTransfers
 from kvtide.cache.lease import Lease
 from kvtide.cache.receiving import Receiving
 from kvtide.cache.storage_tier import AttachmentState, Storage
-from kvtide.cache.supplement_fetching import SupplementStage
+from kvtide.cache.supplements.supplement_fetching import SupplementStage
 from kvtide.index import Index
 from kvtide.transfer.transfers import TransferState
 
@@ -141,7 +141,7 @@ def every_sidecar_import_is_being_read(parts: CacheParts) -> Iterator[str]:
                 yield f"sidecars are {fetch.stage.value} and pin pages, or are read without"
             if fetch.arriving is not None:
                 held[fetch.arriving.number] += 1
-    for number in held.keys() ^ parts.index.sidecar_imports.keys():
+    for number in held.keys() ^ parts.index.tree.sidecar_imports.keys():
         yield f"sidecar import {number} belongs to no fetch, or is over"
 
 

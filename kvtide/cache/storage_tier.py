@@ -22,7 +22,7 @@ from kvtide.cache.hardware import Hardware, formats, other_shapes, space
 from kvtide.cache.inflight import InFlightTransfers
 from kvtide.cache.rank_agreement import Agreement
 from kvtide.cache.store_removals import Removal, Removals
-from kvtide.cache.supplement_fetching import SupplementFetch, SupplementFetches
+from kvtide.cache.supplements.supplement_fetching import SupplementFetch, SupplementFetches
 from kvtide.cache.write_behind import WriteBehind
 from kvtide.durations import Durations
 from kvtide.index import Departure, Index, Prompt

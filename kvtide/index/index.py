@@ -37,20 +37,12 @@ from kvtide.index.leases.imports_exports import ImportsExports, Outline, WantedP
 from kvtide.index.leases.lease_slots import arriving_table, page_table
 from kvtide.index.leases.leasing import Leasing
 from kvtide.index.leases.quarantine import keys_below, quarantine
-from kvtide.index.leases.supplements import Supplements
+from kvtide.index.leases.sidecar_imports import SidecarImports
 from kvtide.index.match.match import Hit, Matcher, Stop
 from kvtide.index.placement.learned_placement import CostBased
 from kvtide.index.placement.placement import Placement
 from kvtide.index.tree.event_source import EventSource
-from kvtide.index.tree.holds import (
-    Arrival,
-    Departure,
-    Import,
-    IndexLease,
-    LackingPage,
-    SidecarImport,
-    Taken,
-)
+from kvtide.index.tree.holds import Arrival, Departure, Import, IndexLease, Taken
 from kvtide.index.tree.presence import SidecarSlots
 from kvtide.index.tree.tree import Tree
 from kvtide.index.tree.tree_survey import Standing, TreeSurvey
@@ -62,7 +54,8 @@ class Index:
 
     A tier in `keeps` never evicts the only copy of a page that a resume may need. An allocation
     fails instead: `missing` names what it lacked, and `demote` moves pages down to free it.
-    `copy_on_device` copies a sidecar between device slots, at once. `hot_rows` are the leases that
+    `sidecars`: what pages lack, and a store may have. `copy_on_device` copies a sidecar between
+    device slots, at once. `hot_rows` are the leases that
     may hold slots at once where a memory has hot pools.
     """
 
@@ -91,7 +84,7 @@ class Index:
         self._imports_exports = ImportsExports(
             self.tree, self._allocator, self._matcher, self._leasing
         )
-        self._supplements = Supplements(memory, self.tree, self._matcher)
+        self.sidecars = SidecarImports(memory, self.tree, self._matcher)
 
     # -- finding ----------------------------------------------------------------------------
 
@@ -313,33 +306,10 @@ class Index:
         """A departure was written, or dropped: its host pages are unpinned."""
         self._imports_exports.departed(departure)
 
-    # -- sidecars for pages that are kept without them --------------------------------------
-
     def supplement(self, prompt: Prompt, max_pages: int) -> Arrival | None:
         """Begin to copy optional sidecars that the host has to pages that the device has without
         them, of the prompt's prefix; None if there are none."""
-        return self._arrivals.supplement(self._supplements.nodes(prompt), max_pages)
-
-    def awaits_sidecars(self, prompt: Prompt) -> bool:
-        """Whether pages that the prompt shares, or optional sidecars of them, are on their way."""
-        return self._supplements.awaited(prompt)
-
-    def lacking(self, prompt: Prompt) -> list[LackingPage]:
-        """The prompt's pages whose optional sidecars neither device nor host has or awaits, but for
-        those that no store had when it was asked."""
-        return self._supplements.lacking(prompt)
-
-    def sought(self, prompt: Prompt, found: Collection[LackingPage]) -> None:
-        """A store was asked for what `lacking` named, and has these."""
-        self._supplements.sought(prompt, found)
-
-    def take_sidecars(self, prompt: Prompt, pages: Sequence[LackingPage]) -> SidecarImport:
-        """Pin these host pages of the prompt while a store brings the sidecars that they lack."""
-        return self._supplements.take(prompt, pages)
-
-    def land_sidecars(self, arriving: SidecarImport, came: Sequence[Collection[str]]) -> None:
-        """Nothing writes to these pages any longer: of each, these sidecars have come."""
-        self._supplements.land(arriving, came)
+        return self._arrivals.supplement(self.sidecars.nodes(prompt), max_pages)
 
     def page_keys(self, prompt: Prompt, pages: int | None = None) -> Iterator[PageKey]:
         """The keys of the prompt's whole pages, or of its first `pages`, computed as asked for."""
@@ -428,11 +398,6 @@ class Index:
     def imports(self) -> Mapping[int, Import]:
         """The imports that still own slots, by number."""
         return self.tree.imports
-
-    @property
-    def sidecar_imports(self) -> Mapping[int, SidecarImport]:
-        """Those that still pin host pages, by number."""
-        return self.tree.sidecar_imports
 
     @property
     def departures(self) -> Mapping[int, Departure]:

@@ -9,7 +9,7 @@ import pytest
 from kvtide.cache import cache_invariants as checks
 from kvtide.cache.fetching import Stage
 from kvtide.cache.storage_tier import AttachmentState
-from kvtide.cache.supplement_fetching import SupplementFetch, SupplementStage
+from kvtide.cache.supplements.supplement_fetching import SupplementFetch, SupplementStage
 from kvtide.testing.faulty_store import Fault
 from kvtide.transfer.transfers import TransferState
 from tests.cache.building import Rig, text
@@ -191,7 +191,7 @@ def _closed_too_early(rig: Rig) -> None:
 
 
 def _sidecars_of_no_fetch(rig: Rig) -> None:
-    rig.cache.index.take_sidecars(rig.cache.prompt(text(3, 2)), [])
+    rig.cache.index.sidecars.take(rig.cache.prompt(text(3, 2)), [])
 
 
 def _sidecars_read_without_pins(rig: Rig) -> None:

@@ -295,7 +295,7 @@ def test_a_copy_brings_little_at_a_time(
     rigs: Rigs, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     size = 2 * DRAFTED.pool("draft").page_bytes(PAGE)
-    monkeypatch.setattr("kvtide.cache.supplements.MAX_COPY_BYTES", size)
+    monkeypatch.setattr("kvtide.cache.supplements.supplements.MAX_COPY_BYTES", size)
     rig = restarted(rigs, url)
     rig.cache.supplements.begin(rig.cache.prompt(TOKENS))
     until(lambda: bool(rig.cache.poll()) and from_storage(rig) == PAGES)
@@ -345,4 +345,4 @@ def test_a_store_is_left_when_its_calls_have_returned(rigs: Rigs, url: str) -> N
     assert stats is not None and stats.state == "leaving"
     store.release()
     until(lambda: bool(rig.cache.poll()) and rig.cache.storage.stats() is None)
-    assert not rig.cache.index.sidecar_imports and rig.problems() == []
+    assert not rig.cache.index.tree.sidecar_imports and rig.problems() == []

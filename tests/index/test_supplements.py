@@ -28,9 +28,9 @@ def prompt(index: Index, tokens: list[int] = TEXT) -> Prompt:
 
 def given(index: Index, pages: int = PAGES) -> None:
     """A store gives the host the first sidecars that the text lacks."""
-    wanted = index.lacking(prompt(index))[:pages]
-    arriving = index.take_sidecars(prompt(index), wanted)
-    index.land_sidecars(arriving, [page.sidecars for page in wanted])
+    wanted = index.sidecars.lacking(prompt(index))[:pages]
+    arriving = index.sidecars.take(prompt(index), wanted)
+    index.sidecars.land(arriving, [page.sidecars for page in wanted])
 
 
 def carried(index: Index, sidecar: str = "draft") -> list[bool]:
@@ -75,25 +75,25 @@ def test_a_copy_brings_so_many_pages_at_the_most() -> None:
 
 def test_while_it_is_on_its_way_no_other_brings_it() -> None:
     index = kept()
-    wanted = index.lacking(prompt(index))
+    wanted = index.sidecars.lacking(prompt(index))
     assert [page.page for page in wanted] == list(range(PAGES))
-    arriving = index.take_sidecars(prompt(index), wanted[:2])
-    assert [page.page for page in index.lacking(prompt(index))] == [2, 3]
-    assert index.awaits_sidecars(prompt(index)) and index.validate() == []
-    index.land_sidecars(arriving, [page.sidecars for page in wanted[:2]])
+    arriving = index.sidecars.take(prompt(index), wanted[:2])
+    assert [page.page for page in index.sidecars.lacking(prompt(index))] == [2, 3]
+    assert index.sidecars.awaited(prompt(index)) and index.validate() == []
+    index.sidecars.land(arriving, [page.sidecars for page in wanted[:2]])
     arrival = index.supplement(prompt(index), 64)
-    assert arrival is not None and index.awaits_sidecars(prompt(index))
+    assert arrival is not None and index.sidecars.awaited(prompt(index))
     assert index.supplement(prompt(index), 64) is None
     index.land(arrival)
-    assert not index.awaits_sidecars(prompt(index))
+    assert not index.sidecars.awaited(prompt(index))
     assert carried(index) == [True, True, False, False]
 
 
 def test_pages_stay_while_their_sidecars_come() -> None:
     index = kept()
-    arriving = index.take_sidecars(prompt(index), index.lacking(prompt(index)))
+    arriving = index.sidecars.take(prompt(index), index.sidecars.lacking(prompt(index)))
     assert index.evict(Tier.HOST, "kv", 9) == 0, "pinned while they are read"
-    index.land_sidecars(arriving, [page.sidecars for page in arriving.pages])
+    index.sidecars.land(arriving, [page.sidecars for page in arriving.pages])
     arrival = index.supplement(prompt(index), 64)
     assert arrival is not None
     assert index.evict(Tier.DEVICE, "kv", 9) == index.evict(Tier.HOST, "kv", 9) == 0
@@ -114,9 +114,9 @@ def test_a_copy_that_fails_is_tried_again() -> None:
 
 def test_of_what_was_read_only_what_came_counts() -> None:
     index = kept()
-    arriving = index.take_sidecars(prompt(index), index.lacking(prompt(index)))
-    index.land_sidecars(arriving, [("draft",), (), ("draft",), ()])
-    assert [page.page for page in index.lacking(prompt(index))] == [1, 3]
+    arriving = index.sidecars.take(prompt(index), index.sidecars.lacking(prompt(index)))
+    index.sidecars.land(arriving, [("draft",), (), ("draft",), ()])
+    assert [page.page for page in index.sidecars.lacking(prompt(index))] == [1, 3]
     arrival = index.supplement(prompt(index), 64)
     assert arrival is not None
     index.land(arrival)
@@ -130,11 +130,11 @@ def test_what_the_device_computes_meanwhile_is_backed_up_if_it_does_not_come() -
         index.reserve(lease, len(TEXT))
     index.commit(one, len(TEXT), without=("draft",))
     index.land(index.copy(one, Tier.DEVICE, Tier.HOST))
-    arriving = index.take_sidecars(prompt(index), index.lacking(prompt(index)))
+    arriving = index.sidecars.take(prompt(index), index.sidecars.lacking(prompt(index)))
     index.commit(two, len(TEXT))
     assert index.carries(two, "draft").all()
     assert not index.copy(two, Tier.DEVICE, Tier.HOST).moves, "they are on their way to the host"
-    index.land_sidecars(arriving, [()] * PAGES)
+    index.sidecars.land(arriving, [()] * PAGES)
     assert index.validate() == []
     moves = index.copy(two, Tier.DEVICE, Tier.HOST).moves
     assert {move.sidecar for move in moves} == {"draft"}
@@ -143,30 +143,32 @@ def test_what_the_device_computes_meanwhile_is_backed_up_if_it_does_not_come() -
 
 def test_what_no_store_has_is_not_asked_for_again() -> None:
     index = kept()
-    wanted = index.lacking(prompt(index))
-    index.sought(prompt(index), wanted[:1])
-    assert index.lacking(prompt(index)) == wanted[:2], "a node of which the store has some"
-    index.sought(prompt(index), [])
-    assert index.lacking(prompt(index)) == []
+    wanted = index.sidecars.lacking(prompt(index))
+    index.sidecars.sought(prompt(index), wanted[:1])
+    assert index.sidecars.lacking(prompt(index)) == wanted[:2], "a node of which the store has some"
+    index.sidecars.sought(prompt(index), [])
+    assert index.sidecars.lacking(prompt(index)) == []
     longer = [*TEXT, *range(200, 216)]
     lease = lease_for(index, longer)
     index.reserve(lease, len(longer))
     index.commit(lease, len(longer), without=("draft",))
     index.release(lease)
-    assert [page.page for page in index.lacking(prompt(index, longer))] == [4, 5, 6, 7]
+    assert [page.page for page in index.sidecars.lacking(prompt(index, longer))] == [4, 5, 6, 7]
 
 
 def test_a_prompt_that_shares_part_of_a_node_names_that_part() -> None:
     index = kept()
     first = TEXT[: PAGE + 1]
-    assert [page.page for page in index.lacking(prompt(index, first))] == [0]
-    index.sought(prompt(index, first), [])
-    assert len(index.lacking(prompt(index))) == PAGES, "the rest of the node was not asked for"
+    assert [page.page for page in index.sidecars.lacking(prompt(index, first))] == [0]
+    index.sidecars.sought(prompt(index, first), [])
+    assert len(index.sidecars.lacking(prompt(index))) == PAGES, (
+        "the rest of the node was not asked for"
+    )
 
 
 def test_sidecars_of_one_page_are_brought_each_for_itself() -> None:
     index = kept(DRAFTED_TWICE, ("draft_kv",))
-    wanted = index.lacking(prompt(index))
+    wanted = index.sidecars.lacking(prompt(index))
     assert {(page.anchor, page.sidecars) for page in wanted} == {("kv", ("draft_kv",))}
     given(index)
     arrival = index.supplement(prompt(index), 64)
@@ -178,19 +180,21 @@ def test_sidecars_of_one_page_are_brought_each_for_itself() -> None:
 def test_a_page_that_only_the_device_has_has_no_slot_to_read_to() -> None:
     index = kept()
     index.clear(Tier.HOST)
-    assert [page.slot for page in index.lacking(prompt(index))] == [None] * PAGES
+    assert [page.slot for page in index.sidecars.lacking(prompt(index))] == [None] * PAGES
 
 
 def test_a_quarantined_page_gets_none() -> None:
     index = kept()
-    arriving = index.take_sidecars(prompt(index), index.lacking(prompt(index)))
+    arriving = index.sidecars.take(prompt(index), index.sidecars.lacking(prompt(index)))
     index.quarantine(prompt(index))
-    assert index.lacking(prompt(index)) == [] and index.validate() == []
-    index.land_sidecars(arriving, [()] * PAGES)
+    assert index.sidecars.lacking(prompt(index)) == [] and index.validate() == []
+    index.sidecars.land(arriving, [()] * PAGES)
     assert index.tree.nodes == 0 and index.validate() == []
 
 
 def test_memories_without_optional_sidecars_lack_none() -> None:
     index = kept(FULL, ())
-    assert index.lacking(prompt(index)) == [] and index.supplement(prompt(index), 64) is None
-    assert not index.awaits_sidecars(prompt(index))
+    assert (
+        index.sidecars.lacking(prompt(index)) == [] and index.supplement(prompt(index), 64) is None
+    )
+    assert not index.sidecars.awaited(prompt(index))

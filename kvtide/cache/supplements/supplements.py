@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from kvtide.cache.inflight import InFlightTransfers
 from kvtide.cache.storage_tier import Storage
-from kvtide.cache.supplement_fetching import SupplementFetch
+from kvtide.cache.supplements.supplement_fetching import SupplementFetch
 from kvtide.index import Index, Prompt
 from kvtide.spec import ModelMemory
 from kvtide.transfer.strided import Way
@@ -70,7 +70,7 @@ class Supplements:
                 self._in_flight.submit(Way.LOAD)
                 return
             fetched = one.fetch is None or one.fetch.over
-            if fetched and not self._index.awaits_sidecars(one.prompt):
+            if fetched and not self._index.sidecars.awaited(one.prompt):
                 self._open.remove(one)
 
 

@@ -32,7 +32,7 @@ class _Followed(NamedTuple):
     sidecars: tuple[str, ...]
 
 
-class Supplements:
+class SidecarImports:
     def __init__(self, memory: ModelMemory, tree: Tree, matcher: Matcher) -> None:
         self._tree = tree
         self._matcher = matcher

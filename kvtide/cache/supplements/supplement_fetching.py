@@ -87,7 +87,7 @@ class SupplementFetches:
 
     def begin(self, prompt: Prompt) -> SupplementFetch | None:
         """Look for sidecars that pages of the prompt lack; None if no page does."""
-        asked = self._index.lacking(prompt) if len(self._open) < MAX_OPEN else []
+        asked = self._index.sidecars.lacking(prompt) if len(self._open) < MAX_OPEN else []
         if not asked:
             return None
         computed = self._index.page_keys(prompt, max(page.page for page in asked) + 1)
@@ -159,11 +159,11 @@ class SupplementFetches:
         }
         known = [
             page._replace(sidecars=names)
-            for page in self._index.lacking(fetch.prompt)
+            for page in self._index.sidecars.lacking(fetch.prompt)
             if (names := tuple(n for n in page.sidecars if there.get((page.anchor, page.page, n))))
         ]
         if answered:
-            self._index.sought(fetch.prompt, known)
+            self._index.sidecars.sought(fetch.prompt, known)
         if wanted := [page for page in known if page.slot is not None]:
             self._read(fetch, wanted)
         else:
@@ -171,7 +171,7 @@ class SupplementFetches:
 
     def _read(self, fetch: SupplementFetch, wanted: Sequence[LackingPage]) -> None:
         fetch.stage = SupplementStage.READING
-        fetch.arriving = self._index.take_sidecars(fetch.prompt, wanted)
+        fetch.arriving = self._index.sidecars.take(fetch.prompt, wanted)
         fetch.reading = self._link.read_behind(
             [self._stored(fetch, page) for page in wanted], self._timeout_s
         )
@@ -195,7 +195,7 @@ class SupplementFetches:
             if has and not fetch.discarded:
                 came[number] += (name,)
         self.pages += sum(map(len, came))
-        self._index.land_sidecars(fetch.arriving, came)
+        self._index.sidecars.land(fetch.arriving, came)
         self._end(fetch)
 
     def _end(self, fetch: SupplementFetch) -> None:
