@@ -141,7 +141,7 @@ def every_sidecar_import_is_being_read(parts: CacheParts) -> Iterator[str]:
                 yield f"sidecars are {fetch.stage.value} and pin pages, or are read without"
             if fetch.arriving is not None:
                 held[fetch.arriving.number] += 1
-    for number in held.keys() ^ parts.index.tree.sidecar_imports.keys():
+    for number in held.keys() ^ parts.index.sidecars.open.keys():
         yield f"sidecar import {number} belongs to no fetch, or is over"
 
 

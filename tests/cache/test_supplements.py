@@ -345,4 +345,4 @@ def test_a_store_is_left_when_its_calls_have_returned(rigs: Rigs, url: str) -> N
     assert stats is not None and stats.state == "leaving"
     store.release()
     until(lambda: bool(rig.cache.poll()) and rig.cache.storage.stats() is None)
-    assert not rig.cache.index.tree.sidecar_imports and rig.problems() == []
+    assert not rig.cache.index.sidecars.open and rig.problems() == []

@@ -9,7 +9,7 @@ a store is asked for, and what stays pinned on the host while it is read.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -41,6 +41,11 @@ class SidecarImports:
             for number, anchor in enumerate(memory.anchors)
             if (sidecars := memory.optional_sidecars(anchor.name))
         }
+
+    @property
+    def open(self) -> Mapping[int, SidecarImport]:
+        """Those that still pin host pages, by number."""
+        return self._tree.sidecar_imports
 
     def nodes(self, prompt: Prompt) -> Iterator[AnchorNode]:
         """The nodes that the prompt shares, by anchors that have optional sidecars. Windows that
