@@ -14,6 +14,8 @@ import sys
 from collections.abc import Sequence
 from functools import cache
 
+import torch
+
 from kvtide.cache import CacheConfig, TieredCache, Tokens
 from kvtide.engine import Engine, RequestParams
 from kvtide.engine.speculation.drafter import DraftWish, TokenDrafter
@@ -63,6 +65,7 @@ def answer(family: str) -> list[int]:
 
 
 def main() -> None:
+    torch.set_num_threads(1)
     header = "| family | drafts | right | tokens per step, one page | pages of 64 | lost |"
     print(f"{header}\n|---|---:|---:|---:|---:|---:|")
     for family in sys.argv[1:] or FAMILIES:
