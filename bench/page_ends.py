@@ -41,7 +41,7 @@ class LuckyDrafter(TokenDrafter):
         ]
 
     def _drafted(self, position: int) -> int:
-        token = self._tokens[position]
+        token: int = self._tokens[position]
         return token if self._right[position] else (token + 1) % tiny.VOCABULARY
 
 

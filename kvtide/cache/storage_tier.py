@@ -137,6 +137,7 @@ class Storage:
         queued = self._hardware.copier.queued
         self._stores.append(Attachment(link, self._index, self._config, self._agreement, queued))
         self._in_flight.departs = self._was_attached = True
+        self._index.sidecars.ask_anew()
         self._hand_over()
 
     def _linked(self, opened: Callable[[], StoreLink]) -> StoreLink:

@@ -18,7 +18,7 @@ from kvtide.testing.faulty_store import Fault
 from kvtide.transfer.strided import Way
 from tests.cache.building import Rig, text
 from tests.cache.memories import DRAFTED, PAGE, WINDOW
-from tests.cache.stores import begun, faulty, keys_of, opened, settle, stored, until
+from tests.cache.stores import attach, begun, faulty, keys_of, opened, settle, stored, until
 
 PAGES = 6
 TOKENS = text(1, PAGES)
@@ -178,6 +178,28 @@ def test_what_another_draft_wrote_is_asked_for_once(rigs: Rigs, url: str) -> Non
     assert asked[0] < asked[1] == asked[2] == asked[3]
 
 
+def test_another_store_is_asked_anew(rigs: Rigs, url: str, tmp_path: Path) -> None:
+    stored(server(rigs, url), TOKENS)
+    rig = server(rigs, f"file://{tmp_path}/empty?cap=64MB&floor=0")
+    computed(rig)
+    supplemented(rig)
+    assert not any(carried(rig))
+    attach(rig, url)
+    supplemented(rig)
+    assert all(carried(rig)) and from_storage(rig) == PAGES
+
+
+def test_a_look_up_that_takes_too_long_is_given_up(rigs: Rigs, url: str) -> None:
+    rig = restarted(rigs, url, transfer_timeout_s=0.05)
+    faulty(rig).next("exists", Fault.BLOCK)
+    rig.cache.supplements.begin(rig.cache.prompt(TOKENS))
+    until(lambda: bool(rig.cache.poll()) and not len(rig.cache.supplements))
+    assert faulty(rig).waiting == 1 and not rig.cache.storage.at_work
+    faulty(rig).release()
+    settle(rig)
+    assert not any(carried(rig))
+
+
 def test_a_store_that_fails_is_asked_again(rigs: Rigs, url: str) -> None:
     rig = restarted(rigs, url)
     for call in ("exists", "read"):
@@ -289,6 +311,23 @@ def test_a_copy_waits_for_loads_and_is_never_part_of_one(rigs: Rigs, url: str) -
     settle(rig)
     rig.cache.release(behind)
     assert all(carried(rig))
+
+
+def test_every_prompt_has_its_turn(rigs: Rigs, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvtide.cache.supplements.supplements.MAX_LOOKS", 1)
+    rig = server(rigs, url)
+    every = [text(number, 2) for number in range(1, 5)]
+    for tokens in every:
+        stored(rig, tokens)
+    rig.cache.flush(Tier.DEVICE)
+    for tokens in every:
+        computed(rig, tokens)
+    loading = rig.started(text(9, 1))
+    for tokens in every:
+        rig.cache.supplements.begin(rig.cache.prompt(tokens))
+    rig.cache.release(loading)
+    settle(rig)
+    assert all(all(carried(rig, tokens)) for tokens in every)
 
 
 def test_a_copy_brings_little_at_a_time(

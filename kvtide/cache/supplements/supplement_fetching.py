@@ -11,15 +11,14 @@ Ranks agree on which sidecars their stores have, and on which of them have come.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
 from kvtide.cache.rank_agreement import Agreement
 from kvtide.index import Index, LackingPage, Prompt, SidecarImport
 from kvtide.index.keys import PageKey
-from kvtide.spec import ModelMemory, RankShape
+from kvtide.spec import RankShape
 from kvtide.transfer.storage_requests import Lookup, Reading, SoughtPage, StoredPage
 from kvtide.transfer.store_link import StoreLink
 from kvtide.transfer.transfers import Verdict
@@ -66,15 +65,13 @@ class SupplementFetches:
         link: StoreLink,
         agreement: Agreement,
         timeout_s: float,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.pages = 0
         self._index = index
-        self._memory: ModelMemory = index.memory
+        self._memory = index.memory
         self._link = link
         self._agreement = agreement
         self._timeout_s = timeout_s
-        self._clock = clock
         self._open: list[SupplementFetch] = []
 
     def __len__(self) -> int:

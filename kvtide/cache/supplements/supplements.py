@@ -25,6 +25,8 @@ from kvtide.transfer.strided import Way
 
 MAX_COPY_BYTES = 16 << 20
 """Of a copy to the device: a request's load waits behind one at the most."""
+MAX_LOOKS = 8
+"""Prompts that a poll looks at."""
 
 
 @dataclass(slots=True, eq=False)
@@ -61,17 +63,18 @@ class Supplements:
 
     def advance(self) -> None:
         """Also once per poll: begin a copy to the device, of the first prompt for which there is
-        one, where no load is open."""
+        one, where no load is open. The other prompts' turn comes with the next polls."""
         self._open = [one for one in self._open if not one.stopped]
         if self._in_flight.any_open(Way.LOAD):
             return
-        for one in [*self._open]:
+        for one in self._open[:MAX_LOOKS]:
             if self._in_flight.supplement(one.prompt, self._max_pages):
                 self._in_flight.submit(Way.LOAD)
                 return
-            fetched = one.fetch is None or one.fetch.over
-            if fetched and not self._index.sidecars.awaited(one.prompt):
-                self._open.remove(one)
+            self._open.remove(one)
+            waits = one.fetch is not None and not one.fetch.over
+            if waits or self._index.sidecars.awaited(one.prompt):
+                self._open.append(one)
 
 
 def _sidecar_bytes(memory: ModelMemory) -> int:

@@ -199,14 +199,14 @@ class Arrivals:
                     continue
                 if not np.array_equal(node.resident_slots(part.cell), slots):
                     continue
-                departure.pins.append(self._pin_whole(part.cell, node))
+                departure.pins.append(tree.pins.whole(part.cell, node))
                 pages = self._departing(node, part.cell % tree.anchors, slots)
                 if number >= len(arrival.parts):
                     pages = [page for page in pages if (page.anchor, page.slot) in drafted]
                 departure.pages += pages
         for pin in arrival.computed:
             for node in () if pin.node.hidden else pin.nodes():
-                departure.pins.append(self._pin_whole(pin.cell, node))
+                departure.pins.append(tree.pins.whole(pin.cell, node))
                 slots = node.resident_slots(pin.cell)
                 departure.pages += self._departing(node, pin.cell % tree.anchors, slots)
         if not departure.pages:
@@ -279,7 +279,7 @@ class Arrivals:
         arrival.additions.append(ArrivalPart(there, node, node.depth, node.end, slots))
         arrival.pins.append(tree.pins.span(here, node, node.depth))
         arrival.guards += self._pin_above(here, node)
-        arrival.guards.append(self._pin_whole(there, node))
+        arrival.guards.append(tree.pins.whole(there, node))
         tree.presence.expect(SidecarSlots.of(moves))
 
     def _missed(self, node: Node, here: int, there: int) -> list[PageMove]:
@@ -291,12 +291,6 @@ class Arrivals:
         name = tree.anchor_names[here % tree.anchors]
         source, target = tree.cells[here].tier, tree.cells[there].tier
         return tree.presence.additions(name, source, sources, target, targets)
-
-    def _pin_whole(self, cell: int, node: Node) -> Pin:
-        """Pin the node; of a history with all pages above, which must stay too."""
-        if self._tree.cells[cell].reach is None:
-            return self._tree.pins.upwards(cell, node)
-        return self._tree.pins.span(cell, node, node.depth)
 
     def _victims(self, here: int, there: int, pages: int) -> tuple[list[Pin], int]:
         """The next victims, pinned, that have to be copied; and how many pages leave in all."""

@@ -17,8 +17,7 @@ import numpy as np
 from kvtide.index.keys import Hidden, Prompt
 from kvtide.index.leases.quarantine import hidden_roots, sweep
 from kvtide.index.match.match import Bits, Matcher
-from kvtide.index.tree.holds import AnchorNode, LackingPage, Pin, SidecarImport
-from kvtide.index.tree.node import Node
+from kvtide.index.tree.holds import AnchorNode, LackingPage, SidecarImport
 from kvtide.index.tree.presence import SidecarSlots
 from kvtide.index.tree.tree import Tree
 from kvtide.spec import ModelMemory, Tier
@@ -36,6 +35,7 @@ class SidecarImports:
     def __init__(self, memory: ModelMemory, tree: Tree, matcher: Matcher) -> None:
         self._tree = tree
         self._matcher = matcher
+        self._store = 1
         self._followed = {
             number: _Followed(anchor.name, anchor.reuse.reach_pages(memory.page_tokens), sidecars)
             for number, anchor in enumerate(memory.anchors)
@@ -69,24 +69,28 @@ class SidecarImports:
 
     def lacking(self, prompt: Prompt) -> list[LackingPage]:
         """The prompt's pages whose sidecars are in neither tier, nor on their way to one, and that
-        no store was asked for in vain."""
+        the store was not asked for in vain."""
         shared = self._shared(prompt)
         return [
             page
             for one in self.nodes(prompt)
-            if not one.node.sought
+            if one.node.sought != self._store
             for page in self._lacking(one)
             if page.page < shared
         ]
 
     def sought(self, prompt: Prompt, found: Collection[LackingPage]) -> None:
-        """Of the prompt's pages a store has sidecars of these alone: nodes of which it has nothing
-        are not asked for again."""
+        """Of the prompt's pages the store has sidecars of these alone: nodes of which it has
+        nothing are not asked for again."""
         there, shared = {(page.anchor, page.page) for page in found}, self._shared(prompt)
         for one in self.nodes(prompt):
             lacking = {(page.anchor, page.page) for page in self._lacking(one)}
             if lacking and one.node.end <= shared and not lacking & there:
-                one.node.sought = True
+                one.node.sought = self._store
+
+    def ask_anew(self) -> None:
+        """Another store is asked from now on."""
+        self._store += 1
 
     def _shared(self, prompt: Prompt) -> int:
         return self._matcher.match(prompt, Tier.HOST).matched
@@ -100,7 +104,7 @@ class SidecarImports:
             wanted[page.anchor].add(page.page)
         tree.tick += 1
         pins = [
-            self._pin_whole(tree.cell(Tier.HOST, anchor), node)
+            tree.pins.whole(tree.cell(Tier.HOST, anchor), node)
             for node, anchor in self.nodes(prompt)
             if wanted[tree.anchor_names[anchor]].intersection(range(node.depth, node.end))
         ]
@@ -125,12 +129,6 @@ class SidecarImports:
                     tree.presence.note_ahead(node)
             tree.pins.unpin(pin)
         sweep(tree, hidden)
-
-    def _pin_whole(self, cell: int, node: Node) -> Pin:
-        """As `Arrivals` does for pages that a store is given."""
-        if self._tree.cells[cell].reach is None:
-            return self._tree.pins.upwards(cell, node)
-        return self._tree.pins.span(cell, node, node.depth)
 
     # -- looking at a node ------------------------------------------------------------------
 

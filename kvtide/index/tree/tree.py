@@ -150,7 +150,7 @@ class Tree:
         assert node.parent is not None
         node.tokens += tokens
         node.pages += pages
-        node.key, node.sought = None, False
+        node.key, node.sought = None, 0
         node.last = self.tick
         if self.finite_cells:
             self._reach_changed(node.parent)
@@ -203,7 +203,7 @@ class Tree:
         lower.priority = max(lower.priority, upper.priority)
         lower.stop = max(lower.stop, upper.stop)
         lower.ahead = lower.ahead or upper.ahead
-        lower.sought = lower.sought and upper.sought
+        lower.sought = min(lower.sought, upper.sought)
         lower.departed &= upper.departed
         lower.parent = parent
         lower.tokens = upper.tokens + lower.tokens
