@@ -317,7 +317,7 @@ def row_costs(bed: ModelBed, batch: int, steps: int, progress: Progress) -> Iter
     decode_s = statistics.median(seconds[0])
     for drafts, mine in enumerate(seconds):
         step_s = statistics.median(mine)
-        assumed = verify_cost(bed.device.type, batch, drafts)
+        assumed = verify_cost(drafts)
         yield RowCost(batch, drafts, step_s, step_s / decode_s, assumed)
 
 

@@ -7,6 +7,7 @@
 `inflight`          arrivals of the index and transfers of bytes, tied together
 `storage_tier`      a store attached to the cache
 `fetching`          reads from it; `write_behind` writes to it; `store_removals` removes from it
+`supplements/`      draft pages for pages that are held without them
 `receiving`         pages that a peer writes
 `sessions/`         conversations whose prefix must stay; prefixes that are brought up before
 `rank_agreement`    agreement between the ranks of one model; `agreed_events` what follows from it
@@ -25,6 +26,7 @@ from kvtide.cache.receiving import Receipt, Receiving
 from kvtide.cache.sessions.prefetching import Prefetch, Prefetched, SessionTurn
 from kvtide.cache.sessions.session_pins import PromptChange
 from kvtide.cache.storage_tier import StorageStats
+from kvtide.cache.supplements.supplements import Supplement
 from kvtide.index import Branches, CostBased, EveryPages, LastPage, Namespace
 from kvtide.spec import Tier
 from kvtide.tiers import Bytes, Layout, Ratio, TierError, Tokens
@@ -59,6 +61,7 @@ __all__ = [
     "SessionTurn",
     "Stats",
     "StorageStats",
+    "Supplement",
     "Tier",
     "TierError",
     "TieredCache",

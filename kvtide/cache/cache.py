@@ -34,6 +34,7 @@ from kvtide.cache.receiving import Receiving
 from kvtide.cache.sessions.prefetching import Prefetches
 from kvtide.cache.sessions.session_pins import Sessions
 from kvtide.cache.storage_tier import Storage
+from kvtide.cache.supplements.supplements import Supplements
 from kvtide.cache.write_policies import POLICIES
 from kvtide.index import DEFAULT_NAMESPACE, Arrival, Index, Namespace, Placement, Prompt, Stop
 from kvtide.index import IndexLease as IndexLease
@@ -45,10 +46,8 @@ from kvtide.transfer.transfers import Transfers, TransferState
 MAX_INFLIGHT = 64
 """Transfers per exchange between ranks; older ones come first."""
 HANDOVER_S = 1e-3
-"""How long `load` waits at most for the load lane to issue the first copy.
-
-The lane's thread needs the interpreter: without the wait, the first bytes leave after the caller's
-next step is launched."""
+"""How long `load` waits at most for the load lane to issue the first copy. Its thread needs the
+interpreter: without the wait, the first bytes leave after the caller's next step is launched."""
 
 
 class TieredCache:
@@ -92,6 +91,7 @@ class TieredCache:
         self.prefetches = Prefetches(
             self.index, self._in_flight, self.storage, self.sessions, self._make_room
         )
+        self.supplements = Supplements(self.index, self._in_flight, self.storage)
         self._events = AgreedEvents()
         self.receiving = Receiving(self.index, self.hardware, self._events, self._in_flight)
 
@@ -311,6 +311,7 @@ class TieredCache:
         self._writing.tick()
         for way in Way:
             self._in_flight.submit(way)
+        self.supplements.advance()
         self._in_flight.drop_fence()
         return progress
 
@@ -381,7 +382,8 @@ class TieredCache:
     @property
     def unsettled(self) -> bool:
         """Whether a `poll` has, or will have, something to do, with storage too."""
-        return self.busy or self.storage.unsettled or len(self._events) + len(self.prefetches) > 0
+        waiting = len(self._events) + len(self.prefetches) + len(self.supplements)
+        return self.busy or self.storage.unsettled or waiting > 0
 
     def flush(self, tier: Tier) -> int:
         """Drop every page of a tier that is not pinned; returns how many."""

@@ -14,6 +14,7 @@ from kvtide.cache.inflight import InFlightTransfers
 from kvtide.cache.lease import Lease
 from kvtide.cache.receiving import Receiving
 from kvtide.cache.storage_tier import AttachmentState, Storage
+from kvtide.cache.supplements.supplement_fetching import SupplementStage
 from kvtide.index import Index
 from kvtide.transfer.transfers import TransferState
 
@@ -132,6 +133,18 @@ def pages_that_come_are_those_being_read(parts: CacheParts) -> Iterator[str]:
             yield f"{len(one.fetches.coming)} pages are expected, {expected} are being read"
 
 
+def every_sidecar_import_is_being_read(parts: CacheParts) -> Iterator[str]:
+    held = Counter[int]()
+    for one in parts.storage.stores:
+        for fetch in one.supplements.open:
+            if (fetch.stage is SupplementStage.READING) != (fetch.arriving is not None):
+                yield f"sidecars are {fetch.stage.value} and pin pages, or are read without"
+            if fetch.arriving is not None:
+                held[fetch.arriving.number] += 1
+    for number in held.keys() ^ parts.index.sidecars.open.keys():
+        yield f"sidecar import {number} belongs to no fetch, or is over"
+
+
 def one_store_is_attached_at_most(parts: CacheParts) -> Iterator[str]:
     stores = parts.storage.stores
     attached = [one for one in stores if one.state is AttachmentState.ATTACHED]
@@ -160,5 +173,6 @@ CHECKS: tuple[Check, ...] = (
     every_departure_is_queued_or_being_written,
     fetches_have_what_their_stage_says,
     pages_that_come_are_those_being_read,
+    every_sidecar_import_is_being_read,
     one_store_is_attached_at_most,
 )

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from kvtide.durations import DurationHistogram
-from kvtide.index import Arrival, Departure, Index
+from kvtide.index import Arrival, Departure, Index, Prompt
 from kvtide.index import IndexLease as IndexLease
 from kvtide.spec import Tier
 from kvtide.transfer.lane import TransferError
@@ -103,6 +103,10 @@ class InFlightTransfers:
             return None
         return begun.holds.pages if begun.holds is not None else 0
 
+    def supplement(self, prompt: Prompt, max_pages: int) -> bool:
+        """Begin to copy sidecars to device pages that lack them; False if the host has none."""
+        return self._begin(Way.LOAD, lambda: self._index.supplement(prompt, max_pages)) is not None
+
     def leaving(self, anchor: str) -> int:
         """Device pages of an anchor that demotions in flight will free when they land."""
         held = (transfer.holds for transfer in self._transfers if not transfer.late)
@@ -147,6 +151,10 @@ class InFlightTransfers:
     def any_in_flight(self, way: Way) -> bool:
         """Whether a transfer of this direction is in flight."""
         return any(transfer.way is way for transfer in self._transfers.in_flight())
+
+    def any_open(self, way: Way) -> bool:
+        """Whether one is in flight, or leaves with the next submission."""
+        return any(transfer.way is way for transfer in self._transfers)
 
     def cancel(self, transfer: ArrivalTransfer) -> None:
         """Fail a transfer that was not submitted yet."""

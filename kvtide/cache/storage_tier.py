@@ -22,6 +22,7 @@ from kvtide.cache.hardware import Hardware, formats, object_suffixes, other_shap
 from kvtide.cache.inflight import InFlightTransfers
 from kvtide.cache.rank_agreement import Agreement
 from kvtide.cache.store_removals import Removal, Removals
+from kvtide.cache.supplements.supplement_fetching import SupplementFetch, SupplementFetches
 from kvtide.cache.write_behind import WriteBehind
 from kvtide.durations import Durations
 from kvtide.index import Departure, Index, Prompt
@@ -51,6 +52,7 @@ class StorageStats:
     trips           how often a breaker opened, since calls failed
     fetches         by outcome; `fetching` now
     fetched_pages   read to the host
+    supplements     sidecars of pages, read for pages that the host had without them
     stored_pages    written or there already; `dropped_pages` left the queue unwritten, and
                     `failed_pages` were not taken; `waiting_pages` in the queue now
     objects         by what happened to them (`transfer.store_link`)
@@ -68,6 +70,7 @@ class StorageStats:
     fetches: Mapping[str, int]
     fetching: int
     fetched_pages: int
+    supplements: int
     stored_pages: int
     dropped_pages: int
     failed_pages: int
@@ -148,6 +151,7 @@ class Storage:
         queued = self._hardware.copier.queued
         self._stores.append(Attachment(link, self._index, self._config, self._agreement, queued))
         self._in_flight.departs = self._was_attached = True
+        self._index.sidecars.ask_anew()
         self._hand_over()
         for listener in self._listeners:
             listener.store_changed(link.store)
@@ -189,17 +193,26 @@ class Storage:
         a fetch that would take longer than computing is declined. `limit_s` bounds the fetch in
         place of the config's patience.
         """
-        attached = self._attached
-        if attached is None or isinstance(prompt.namespace, Hidden):
-            return None
-        # A leaving store may be the same one, and may write what the attached one has removed.
-        if any(one.removals.forbid(prompt) for one in self._stores):
-            return None
-        fetch = attached.fetches.begin(prompt, token_s, limit_s)
+        attached = self._source_for(prompt)
+        fetch = None if attached is None else attached.fetches.begin(prompt, token_s, limit_s)
         if fetch is not None:
             for listener in self._listeners:
                 listener.pages_asked(prompt)
         return fetch
+
+    def supplement(self, prompt: Prompt) -> SupplementFetch | None:
+        """Begin to fetch optional sidecars that neither the device nor the host has of the prompt's
+        pages; None if there are none."""
+        attached = self._source_for(prompt)
+        return None if attached is None else attached.supplements.begin(prompt)
+
+    def _source_for(self, prompt: Prompt) -> Attachment | None:
+        """The store that may be asked for this prompt."""
+        attached = self._attached
+        if attached is None or isinstance(prompt.namespace, Hidden):
+            return None
+        # A leaving store may be the same one, and may write what the attached one has removed.
+        return None if any(one.removals.forbid(prompt) for one in self._stores) else attached
 
     def listen(self, listener: StorageListener) -> None:
         """Call the listener from now on, and at once with the store that is attached."""
@@ -326,6 +339,7 @@ class Attachment:
         self.link = link
         self.fetches = Fetches(index, link, agreement, config.patience, queued)
         self.storing = WriteBehind(index, link, config.transfer_timeout_s)
+        self.supplements = SupplementFetches(index, link, agreement, config.transfer_timeout_s)
         self.removals = Removals(index, link)
         self._index = index
         self._deadline = 0.0
@@ -339,8 +353,16 @@ class Attachment:
 
     @property
     def at_work(self) -> bool:
-        busy = len(self.fetches) + len(self.storing) + len(self.removals) > 0
-        return busy or self.state is AttachmentState.LEAVING
+        return self._open > 0 or self.state is AttachmentState.LEAVING
+
+    @property
+    def _open(self) -> int:
+        """Fetches, writes and removals that have not ended."""
+        return sum(len(part) for part in self._parts)
+
+    @property
+    def _parts(self) -> tuple[WriteBehind, Removals, Fetches, SupplementFetches]:
+        return self.storing, self.removals, self.fetches, self.supplements
 
     @property
     def gone(self) -> bool:
@@ -353,14 +375,14 @@ class Attachment:
         self.state = AttachmentState.LEAVING
         self._deadline = time.monotonic() + timeout_s
         self.fetches.stop_all()
+        self.supplements.stop_all()
 
     def verdicts(self) -> list[int]:
         """This rank's verdicts on all that is open."""
         if not self.at_work:
             return []
         in_time = self.state is AttachmentState.ATTACHED or time.monotonic() <= self._deadline
-        parts = (self.storing, self.removals, self.fetches)
-        return [in_time, *(verdict for part in parts for verdict in part.verdicts())]
+        return [in_time, *(verdict for part in self._parts for verdict in part.verdicts())]
 
     def settle(self, agreed: Sequence[int]) -> None:
         """Act on the agreed verdicts."""
@@ -368,7 +390,7 @@ class Attachment:
             return
         self._in_time = bool(agreed[0])
         at = 1
-        for part in (self.storing, self.removals, self.fetches):
+        for part in self._parts:
             count = len(part.verdicts())
             part.settle(agreed[at : at + count])
             at += count
@@ -380,8 +402,7 @@ class Attachment:
         if leaving and not self._in_time:
             self.storing.give_up()
         self.storing.tick()
-        left = len(self.fetches) + len(self.storing) + len(self.removals)
-        awaited = (more and self._in_time) or left > 0
+        awaited = (more and self._in_time) or self._open > 0
         if leaving and not awaited:
             self.state = AttachmentState.CLOSING
             self._closer = threading.Thread(target=self._close, daemon=True)
@@ -399,6 +420,7 @@ class Attachment:
         if self.state is AttachmentState.CLOSING:
             return
         self.fetches.discard(prompt)
+        self.supplements.discard(prompt)
         self.storing.withhold(self.removals.begin(prompt, known))
 
     def stats(self) -> StorageStats:
@@ -412,6 +434,7 @@ class Attachment:
             fetches=dict(self.fetches.ended),
             fetching=len(list(self.fetches.open)),
             fetched_pages=self.fetches.fetched_pages,
+            supplements=self.supplements.pages,
             stored_pages=storing.stored,
             dropped_pages=storing.dropped,
             failed_pages=storing.failed,

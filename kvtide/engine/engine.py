@@ -176,6 +176,8 @@ class Engine:
             ttl_s, sessions = params.session_ttl_s, self.cache.sessions
             request.prompt_change = sessions.asked(params.pin, prompt, ttl_s)
         request.fetch = self.cache.storage.fetch(request.prompt, self.token_s)
+        if self._written_late(request):
+            request.supplement = self.cache.supplements.begin(request.prompt)
         self.handoffs.queued(request)
         self.scheduler.queue(request)
         return request
@@ -430,8 +432,9 @@ class Engine:
     def _finish(self, request: Request, finish: Finish) -> None:
         if request.lease is not None and request.lease.loading:
             self.cache.poll()  # Its commits wait for its prefix to land.
-        if request.fetch is not None:
-            request.fetch.stop()
+        for bringing in (request.fetch, request.supplement):
+            if bringing is not None:
+                bringing.stop()
         self.handoffs.ending(request, finish)
         self.scheduler.remove(request)
         request.state, request.finish = RequestState.FINISHED, finish

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
-from kvtide.cache import Fetch, Lease, Namespace, PromptChange
+from kvtide.cache import Fetch, Lease, Namespace, PromptChange, Supplement
 from kvtide.engine.grammar.grammar import Grammar
 from kvtide.engine.grammar.token_matcher import CompiledGrammar, TokenMatcher
 from kvtide.engine.handoff.handoff_source import HandoffSource, HandoffTarget
@@ -165,6 +165,7 @@ class Request:
     scores        log-probabilities of prompt tokens after the first, as far as computed
     slowest_tier  how far down its prefix may lie: the device alone after a failed load
     fetch         brings what storage has of its prompt, if that pays
+    supplement    brings the draft's pages to pages of its prompt that are kept without them
     prefix_owner  computes a prefix that this request shares and therefore waits for
     prefix_waits  how often it has waited for one
     by_tier       where the first admission found the prompt's tokens
@@ -193,6 +194,7 @@ class Request:
     admissions: int = 0
     slowest_tier: Tier = Tier.HOST
     fetch: Fetch | None = None
+    supplement: Supplement | None = None
     prefix_owner: PrefixOwner | None = None
     prefix_waits: int = 0
     by_tier: dict[Tier, int] = field(default_factory=dict)

@@ -19,7 +19,16 @@ from kvtide.index.leases.imports_exports import Outline, WantedPages
 from kvtide.index.match.match import Hit, Stop
 from kvtide.index.placement.learned_placement import CostBased
 from kvtide.index.placement.placement import Branches, EveryPages, LastPage, Placement
-from kvtide.index.tree.holds import Arrival, Departing, Departure, Import, IndexLease, Taken
+from kvtide.index.tree.holds import (
+    Arrival,
+    Departing,
+    Departure,
+    Import,
+    IndexLease,
+    LackingPage,
+    SidecarImport,
+    Taken,
+)
 from kvtide.index.tree.tree_survey import TreeBranch, TreeSurvey
 
 __all__ = [
@@ -38,12 +47,14 @@ __all__ = [
     "Import",
     "Index",
     "IndexLease",
+    "LackingPage",
     "LastPage",
     "Listener",
     "Namespace",
     "Outline",
     "Placement",
     "Prompt",
+    "SidecarImport",
     "Stop",
     "Taken",
     "TreeBranch",

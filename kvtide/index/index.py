@@ -37,11 +37,13 @@ from kvtide.index.leases.imports_exports import ImportsExports, Outline, WantedP
 from kvtide.index.leases.lease_slots import arriving_table, page_table
 from kvtide.index.leases.leasing import Leasing
 from kvtide.index.leases.quarantine import keys_below, quarantine
+from kvtide.index.leases.sidecar_imports import SidecarImports
 from kvtide.index.match.match import Hit, Matcher, Stop
 from kvtide.index.placement.learned_placement import CostBased
 from kvtide.index.placement.placement import Placement
 from kvtide.index.tree.event_source import EventSource
 from kvtide.index.tree.holds import Arrival, Departure, Import, IndexLease, Taken
+from kvtide.index.tree.presence import SidecarSlots
 from kvtide.index.tree.tree import Tree
 from kvtide.index.tree.tree_survey import Standing, TreeSurvey
 from kvtide.spec import ModelMemory, PageMove, Slots, Tier
@@ -52,9 +54,9 @@ class Index:
 
     A tier in `keeps` never evicts the only copy of a page that a resume may need. An allocation
     fails instead: `missing` names what it lacked, and `demote` moves pages down to free it.
-    `fingerprint` is what all page keys begin with: it stands for the model.
-    `copy_on_device` copies a sidecar between device slots, at once. `hot_rows` are the leases that
-    may hold slots at once where a memory has hot pools.
+    `fingerprint` is what all page keys begin with: it stands for the model. `sidecars`: what pages
+    lack, and a store may have. `copy_on_device` copies a sidecar between device slots, at once.
+    `hot_rows` are the leases that may hold slots at once where a memory has hot pools.
     """
 
     def __init__(
@@ -83,6 +85,7 @@ class Index:
         self._imports_exports = ImportsExports(
             self.tree, self._allocator, self._matcher, self._leasing
         )
+        self.sidecars = SidecarImports(memory, self.tree, self._matcher)
 
     # -- finding ----------------------------------------------------------------------------
 
@@ -218,7 +221,13 @@ class Index:
         anchor = self.memory.pool(sidecar).follows
         assert anchor is not None, f"{sidecar} is no sidecar"
         table = self.page_table(lease, anchor)[: lease.boundary]
-        return (table >= 0) & self.tree.presence.of(Tier.DEVICE, anchor, sidecar, table)
+        where = SidecarSlots(Tier.DEVICE, anchor, sidecar, table)
+        return (table >= 0) & self.tree.presence.of(where)
+
+    @property
+    def sidecars_version(self) -> int:
+        """Changes when pages that may be leased get optional sidecars."""
+        return self.tree.presence.version
 
     # -- moving between tiers ---------------------------------------------------------------
 
@@ -297,6 +306,11 @@ class Index:
     def departed(self, departure: Departure) -> None:
         """A departure was written, or dropped: its host pages are unpinned."""
         self._imports_exports.departed(departure)
+
+    def supplement(self, prompt: Prompt, max_pages: int) -> Arrival | None:
+        """Begin to copy optional sidecars that the host has to pages that the device has without
+        them, of the prompt's prefix; None if there are none."""
+        return self._arrivals.supplement(self.sidecars.nodes(prompt), max_pages)
 
     def page_keys(self, prompt: Prompt, pages: int | None = None) -> Iterator[PageKey]:
         """The keys of the prompt's whole pages, or of its first `pages`, computed as asked for."""

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from kvtide.index.keys import Hidden
 from kvtide.index.tree.holds import Pin
 from kvtide.index.tree.node import Node
+from kvtide.index.tree.presence import SidecarSlots
 from kvtide.index.tree.tree import Tree
 from kvtide.spec import Tier
 
@@ -123,6 +124,7 @@ def pins_are_those_of_their_holders(tree: Tree) -> Iterator[str]:
         pins_held += (*arrival.pins, *arrival.guards, *arrival.computed)
     pins_held += [pin for departure in tree.departures.values() for pin in departure.pins]
     pins_held += [pin for arriving in tree.imports.values() for pin in arriving.guards]
+    pins_held += [pin for arriving in tree.sidecar_imports.values() for pin in arriving.pins]
     for pin in pins_held:
         for node in pin.nodes():
             counts[id(node), pin.cell] += 1
@@ -196,21 +198,37 @@ def hidden_pages_are_needed(tree: Tree) -> Iterator[str]:
 
 
 def sidecars_the_host_lacks_are_noted(tree: Tree) -> Iterator[str]:
-    coming = {
-        (part.cell, slot)
-        for arrival in tree.arrivals.values()
-        for part in arrival.additions
-        for slot in part.slots.tolist()
-    }
     for node in tree.walk() if tree.presence.needed else ():
         for anchor, name in enumerate(tree.anchor_names):
-            ours, there = node.slots[anchor], tree.cell(Tier.HOST, anchor)
-            theirs = node.slots[there]
+            ours, theirs = node.slots[anchor], node.slots[tree.cell(Tier.HOST, anchor)]
             if node.ahead or ours is None or theirs is None:
                 continue
             for move in tree.presence.additions(name, Tier.DEVICE, ours, Tier.HOST, theirs):
-                if not coming.issuperset((there, slot) for slot in move.target_slots.tolist()):
-                    yield f"{_name(node)}: the host lacks {move.sidecar}, and nothing notes it"
+                yield f"{_name(node)}: the host lacks {move.sidecar}, and nothing notes it"
+
+
+def sidecars_that_come_are_brought_once(tree: Tree) -> Iterator[str]:
+    brought = Counter(
+        (where.tier, where.anchor, where.sidecar, slot)
+        for arrival in tree.arrivals.values()
+        for where in SidecarSlots.of(arrival.moves)
+        for slot in where.slots.tolist()
+    )
+    brought.update(
+        (Tier.HOST, page.anchor, sidecar, page.slot)
+        for arriving in tree.sidecar_imports.values()
+        for page in arriving.pages
+        for sidecar in page.sidecars
+    )
+    expected = {
+        (where.tier, where.anchor, where.sidecar, slot)
+        for where in tree.presence.expected()
+        for slot in where.slots.tolist()
+    }
+    for tier, anchor, sidecar, slot in expected ^ brought.keys():
+        yield f"{tier.name}: {sidecar} of slot {slot} of {anchor} is expected, or brought, only"
+    for tier, anchor, sidecar, slot in (one for one, count in brought.items() if count > 1):
+        yield f"{tier.name}: {sidecar} is brought twice to slot {slot} of {anchor}"
 
 
 def only_pages_that_are_there_were_given_to_a_store(tree: Tree) -> Iterator[str]:
@@ -237,5 +255,6 @@ CHECKS: tuple[Check, ...] = (
     hidden_trees_hang_on_roots_without_a_name,
     hidden_pages_are_needed,
     sidecars_the_host_lacks_are_noted,
+    sidecars_that_come_are_brought_once,
     only_pages_that_are_there_were_given_to_a_store,
 )

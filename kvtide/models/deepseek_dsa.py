@@ -3,8 +3,9 @@
 An indexer scores all tokens by keys of its own, and a query sees the best of them. Some layers of
 GLM models have no indexer and take the selection of the layer before them. A next-token layer has
 an indexer of its own, and selects anew for every token that it drafts. With
-`index_share_for_mtp_iteration` other engines select for the first draft of a run, and take that
-selection for the others: the same drafts while all tokens fit a selection, but for the run's own.
+`index_share_for_mtp_iteration` other engines select for the last accepted token, and take that
+selection for the drafts behind the first: the same drafts while all tokens fit a selection, but for
+the run's own. docs/SPECULATION.md says why it is not followed.
 """
 
 from __future__ import annotations

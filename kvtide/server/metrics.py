@@ -121,6 +121,7 @@ class _StateCollector:
             yield from _drafts(lengths)
         if (guard := self._engine.accept_guard) is not None:
             yield from _alarms(guard)
+            yield _supplements(stats, self._engine.cache.memory)
         yield from _pages(stats, self._engine.cache.memory)
         if self._engine.cache.memory.hot_pools:
             yield from _hot(self._engine)
@@ -198,6 +199,18 @@ def _alarms(guard: AcceptGuard) -> Iterable[Metric]:
     for origin, count in guard.alarms.items():
         alarms.add_metric([origin.value], count)
     yield alarms
+
+
+def _supplements(stats: Stats, memory: ModelMemory) -> Metric:
+    pages = CounterMetricFamily(
+        "kvtide_supplemented_pages",
+        "Draft pages that came to pages which were held without them, by where they came from.",
+        labels=["source"],
+    )
+    moved = stats.moved_pool_pages
+    pages.add_metric(["host"], sum(moved.get(("load", p), 0) for p in memory.draft_sidecars))
+    pages.add_metric(["storage"], stats.storage.supplements if stats.storage is not None else 0)
+    return pages
 
 
 def _pages(stats: Stats, memory: ModelMemory) -> Iterable[Metric]:

@@ -16,24 +16,35 @@ from kvtide.spec import RankShape
 
 
 class SoughtPage(NamedTuple):
-    """One page of one anchor that a store is asked for."""
+    """One page of one anchor that a store is asked for.
+
+    sidecar  this optional sidecar alone is asked for
+    after    the packed tokens of the holdback behind the page: part of its sidecars' keys
+    """
 
     anchor: str
     key: bytes
+    sidecar: str | None = None
+    after: bytes = b""
+
+    @property
+    def pool(self) -> str:
+        """The pool whose object is asked for."""
+        return self.sidecar or self.anchor
 
 
 class StoredPage(NamedTuple):
     """One page of one anchor: its key, and its slot on the host.
 
-    absent  optional sidecars that are not written
-    after   the packed tokens of the holdback behind the page: part of its sidecars' keys
-    shape   the shape whose ranks stored it, if not this one
+    without  pools whose objects are neither read nor written: optional sidecars, or all others
+    after    the packed tokens of the holdback behind the page: part of its sidecars' keys
+    shape    the shape whose ranks stored it, if not this one
     """
 
     anchor: str
     key: bytes
     slot: int
-    absent: tuple[str, ...] = ()
+    without: tuple[str, ...] = ()
     after: bytes = b""
     shape: RankShape | None = None
 
@@ -156,7 +167,11 @@ class Paging(StorageRequest):
     @property
     def count(self) -> int:
         """How many pages are done and whole, wherever they stand."""
-        return sum(done is True for done in self._done)
+        return sum(map(self.whole, range(len(self.pages))))
+
+    def whole(self, number: int) -> bool:
+        """Whether the page of this number is done and whole."""
+        return self._done[number] is True
 
     def _no_more(self) -> bool:
         """A read ends at the first page that failed: later pages are useless without it."""

@@ -4,6 +4,8 @@
     read ──▶ [readers]  read, check              objects become host pages, in the order asked
     write ─▶ [writer]   exists, seal, write      host pages become objects, if not there yet
 
+`look_behind` and `read_behind` are what no request waits for: the writer does it, behind writes.
+
 Workers are supervised: an exception of the store fails the storage request and is counted, and the
 worker continues. A store whose calls fail repeatedly, or do not return, is left alone for a while
 (`breaker`). A corrupt object is counted and removed from the store.
@@ -20,7 +22,7 @@ import queue
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
@@ -101,6 +103,7 @@ class StoreLink:
         self.last_error = ""
         self.read_speed = ReadSpeed(clock)
         self.breakers = {call: Breaker(clock) for call in ("exists", "read", "write", "remove")}
+        self._objects_of = formats
         self._formats = {
             name: [one for one in formats.values() if one.anchor == name]
             for name in formats
@@ -128,12 +131,18 @@ class StoreLink:
     def look(self, pages: Callable[[], Sequence[SoughtPage]], timeout_s: float) -> Lookup:
         """Ask which pages the store has, stored by this shape or another. The worker computes their
         keys, too."""
-        lookup = Lookup(pages, self._clock() + timeout_s, self._clock)
+        return self._asked(Lookup(pages, self._clock() + timeout_s, self._clock), self._looker)
+
+    def look_behind(self, pages: Callable[[], Sequence[SoughtPage]], timeout_s: float) -> Lookup:
+        """The same where no request waits."""
+        return self._asked(Lookup(pages, self._clock() + timeout_s, self._clock), self._writer)
+
+    def _asked(self, lookup: Lookup, workers: _ThreadPool) -> Lookup:
         if not self.available:
             self._count(spared=1)
             lookup.error = _SparedError(f"{self.store.name} does not answer")
             return lookup
-        self._looker.put(lambda staging: self._look(lookup))
+        workers.put(lambda staging: self._look(lookup))
         return lookup
 
     def read(
@@ -146,12 +155,22 @@ class StoreLink:
 
         Nothing is written there before `may_begin` says so: the device may still use the slots.
         """
-        deadline = self._clock() + timeout_s
-        reading = Reading(pages, self._sizes(pages), self._batch_bytes, deadline, self._clock)
+        reading = self._reading(pages, timeout_s)
         reading.may_begin = may_begin
         for _ in range(min(READERS, len(reading.batches))):
             self._readers.put(partial(self._reading_turn, reading))
         return reading
+
+    def read_behind(self, pages: Sequence[StoredPage], timeout_s: float) -> Reading:
+        """The same where no request waits. It says nothing of the store's speed."""
+        reading = self._reading(pages, timeout_s)
+        read = partial(self._read, reading, ReadSpeed(self._clock))
+        self._writer.put(partial(self._turn, reading, read))
+        return reading
+
+    def _reading(self, pages: Sequence[StoredPage], timeout_s: float) -> Reading:
+        deadline = self._clock() + timeout_s
+        return Reading(pages, self._sizes(pages), self._batch_bytes, deadline, self._clock)
 
     def write(self, pages: Sequence[StoredPage], timeout_s: float) -> Writing:
         """Store pages from their host slots."""
@@ -175,9 +194,12 @@ class StoreLink:
 
         return self.ask(remove)
 
-    def read_bytes(self, anchor: str, shape: RankShape | None) -> int:
+    def read_bytes(
+        self, anchor: str, shape: RankShape | None, without: Collection[str] = ()
+    ) -> int:
         """The bytes of a page's objects, as this shape or another stored them."""
-        return sum(one.bytes for one, _ in self._parts(anchor, shape))
+        parts = self._parts(anchor, shape)
+        return sum(one.bytes for one, _ in parts if one.pool not in without)
 
     def ask(self, function: Callable[[Store], T]) -> Future[T]:
         """Run a function of the store on the writer, after the writes submitted so far."""
@@ -218,8 +240,7 @@ class StoreLink:
             return False
         try:
             pages = lookup.pages()
-            keys = [self._formats[page.anchor][0].key(page.key) for page in pages]
-            found: list[bool] = self._answers("exists", keys) if keys else []
+            found = self._found(pages)
             if self._shapes is not None and not all(found):
                 lookup.shapes = self._shapes.find(pages, found, partial(self._answers, "exists"))
                 found = [there or n in lookup.shapes for n, there in enumerate(found)]
@@ -228,12 +249,21 @@ class StoreLink:
             lookup.error = self._note(error)
         return False
 
+    def _found(self, pages: Sequence[SoughtPage]) -> list[bool]:
+        """Which of these objects the store has; one without a row on this rank counts as there."""
+        known = [n for n, page in enumerate(pages) if page.pool in self._objects_of]
+        keys = [self._objects_of[pages[n].pool].key(pages[n].key, pages[n].after) for n in known]
+        found = [True] * len(pages)
+        for number, there in zip(known, self._answers("exists", keys) if keys else (), strict=True):
+            found[number] = there
+        return found
+
     def _reading_turn(self, reading: Reading, staging: BounceBuffers) -> bool:
         """A turn of a read, or of waiting until it may begin."""
         if reading.waits:
             time.sleep(PAUSE_S)
             return True
-        return self._turn(reading, partial(self._read, reading), staging)
+        return self._turn(reading, partial(self._read, reading, self.read_speed), staging)
 
     def _turn(
         self,
@@ -254,13 +284,16 @@ class StoreLink:
             paging.fail(batch, self._note(error))
         return True
 
-    def _read(self, reading: Reading, batch: PageBatch, staging: BounceBuffers) -> list[bool]:
+    def _read(
+        self, reading: Reading, speed: ReadSpeed, batch: PageBatch, staging: BounceBuffers
+    ) -> list[bool]:
         objects = self._objects(reading.pages[batch.start : batch.end])
         targets, staged = self._memory(objects, staging)
         whole = [True] * (batch.end - batch.start)
-        began, size, restored = self.read_speed.begin(), 0, 0
+        began, size, restored = speed.begin(), 0, 0
         try:
-            lengths: list[int] = self._answers("read", [one.key for one in objects], targets)
+            keys = [one.key for one in objects]
+            lengths: list[int] = self._answers("read", keys, targets) if keys else []
             for one, target, copied, length in zip(objects, targets, staged, lengths, strict=True):
                 there = self._checked(one, target, length)
                 restored += there
@@ -276,7 +309,7 @@ class StoreLink:
                     whole[one.page] = False
             size = sum(length for length in lengths if length > 0)
         finally:
-            self.read_speed.end(began, size)
+            speed.end(began, size)
             self._moved("fetch", size)
         self._count(read=restored)
         return whole
@@ -327,12 +360,12 @@ class StoreLink:
     # -- the steps --------------------------------------------------------------------------
 
     def _objects(self, pages: Sequence[StoredPage]) -> list[PageObject]:
-        """The objects of these pages, those of sidecars that are not absent included."""
+        """The objects of these pages, those of sidecars included."""
         return [
             PageObject(number, one, page.slot, one.key(page.key, page.after), part)
             for number, page in enumerate(pages)
             for one, part in self._parts(page.anchor, page.shape)
-            if one.pool not in page.absent
+            if one.pool not in page.without
         ]
 
     def _parts(
@@ -402,9 +435,9 @@ class StoreLink:
             self.moved_bytes[way] += size
 
     def _sizes(self, pages: Sequence[StoredPage]) -> list[int]:
-        kinds = {(page.anchor, page.shape) for page in pages}
+        kinds = {(page.anchor, page.shape, page.without) for page in pages}
         sizes = {kind: self.read_bytes(*kind) for kind in kinds}
-        return [sizes[page.anchor, page.shape] for page in pages]
+        return [sizes[page.anchor, page.shape, page.without] for page in pages]
 
 
 Turn = Callable[[BounceBuffers], bool]

@@ -23,6 +23,7 @@ from kvtide.cache import CacheConfig, Hardware, Lease, Namespace, TieredCache, T
 from kvtide.index import DEFAULT_NAMESPACE, Branches, Prompt
 from kvtide.index.keys import TOKEN_BYTES, Hidden
 from kvtide.index.tree.node import Node
+from kvtide.index.tree.presence import SidecarSlots
 from kvtide.index.tree.slots import SlotPool
 from kvtide.spec import ModelMemory, PoolSpec, Slots, Tier
 from kvtide.testing.faults import FaultError, FaultyBackend
@@ -411,7 +412,7 @@ class Rig:
         for pool in self.memory.group(anchor):
             there = [True] * len(slots)
             if pool.follows is not None and not pool.reuse.required:
-                there = tree.presence.of(tier, anchor, pool.name, slots).tolist()
+                there = tree.presence.of(SidecarSlots(tier, anchor, pool.name, slots)).tolist()
             for slot, name, here in zip(slots.tolist(), names, there, strict=True):
                 for layer in pool.layers if here else ():
                     if not self.rows[tier].holds(pool, layer, slot, name):
@@ -454,7 +455,7 @@ class Rig:
         self.settle()
         assert self.problems() == []
         assert not tree.leases and not tree.arrivals and not self.cache._leases
-        assert not tree.imports and not tree.departures
+        assert not tree.imports and not tree.departures and not tree.sidecar_imports
         for count in self.cache.stats().pages.values():
             assert count.free + count.resident == count.capacity
         for tier in TIERS:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -167,13 +167,19 @@ class Stand:
         assert lease is not None, "there should be room"
         return lease
 
-    def compute(self, lease: Lease, upto: int) -> None:
+    def compute(self, lease: Lease, upto: int, without: Collection[str] = ()) -> None:
         """Write the pages up to a token as a model would, and commit them."""
         for page in range(self._written[lease], upto // PAGE):
             for pool, layer, slot in self._rows(lease, page):
-                self._row(pool, layer, slot).copy_(self._expected(lease, pool, layer, page))
+                if pool not in without:
+                    self._row(pool, layer, slot).copy_(self._expected(lease, pool, layer, page))
         self._written[lease] = max(self._written[lease], upto // PAGE)
-        self.cache.commit(lease, upto)
+        self.cache.commit(lease, upto, without)
+
+    @property
+    def optional(self) -> tuple[str, ...]:
+        """The sidecars that a page may lack."""
+        return tuple(p.name for p in self.memory.pools if p.follows and not p.reuse.required)
 
     def release(self, lease: Lease) -> None:
         self.cache.release(lease)
@@ -199,10 +205,12 @@ class Stand:
 
     def check(self, lease: Lease) -> None:
         """All bytes of the lease's prefix are those that were computed for these tokens."""
+        carried = {name: self.cache.carries(lease, name) for name in self.optional}
         for page in range(lease.committed_pages):
             for pool, layer, slot in self._rows(lease, page):
-                expected = self._expected(lease, pool, layer, page)
-                assert torch.equal(self._row(pool, layer, slot), expected), (page, pool, layer)
+                if pool not in carried or carried[pool][page]:
+                    expected = self._expected(lease, pool, layer, page)
+                    assert torch.equal(self._row(pool, layer, slot), expected), (page, pool, layer)
 
     def tree(self) -> dict[str, object]:
         """All in which ranks must not differ."""
@@ -218,6 +226,9 @@ class Stand:
                 for lease in self.leases
             ],
             "leases": [(lease.loading, lease.failed) for lease in self.leases],
+            "drafted": [[cache.carries(lease, name).tolist() for name in self.optional]
+                        for lease in self.leases],
+            "supplements": len(cache.supplements),
             "matches": [(m.tokens, sorted((t.name, n) for t, n in m.by_tier.items()))
                         for m in matches],
             **self._storage(),
@@ -238,6 +249,7 @@ class Stand:
                         for one in stores],
             "leaving": [len(list(one.fetches.leaving)) for one in stores],
             "removals": [len(one.removals) for one in stores],
+            "sidecars": [one.pages for one in tree.sidecar_imports.values()],
             "dropped": [one.storing.dropped for one in stores],
         }  # fmt: skip
 

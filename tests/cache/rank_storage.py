@@ -302,6 +302,82 @@ def a_draft_of_the_last_stage_is_in_the_trees_of_all(world: World) -> None:
     storing.close()
 
 
+# -- drafts for pages that are kept without them --------------------------------------------
+
+
+def _undrafted(world: World, memory: ModelMemory) -> Storing:
+    """Have the text in every rank's store with its draft, and on device and host without."""
+    url = _url()
+    _stored(world, url, memory=memory)
+    storing = Storing(world, url, memory)
+    lease = storing.stand.leased(storing.stand.prompt(TEXT))
+    storing.stand.compute(lease, 33, storing.stand.optional)
+    storing.stand.release(lease)
+    storing.settle()
+    return storing
+
+
+def _drafted(storing: Storing) -> list[bool]:
+    lease = storing.stand.leased(storing.stand.prompt(TEXT))
+    carried = storing.cache.carries(lease, "draft").tolist()
+    storing.stand.check(lease)
+    storing.stand.release(lease)
+    storing.world.same(carried)
+    return carried
+
+
+def a_draft_that_one_rank_lacks_comes_on_none(world: World) -> None:
+    storing = _undrafted(world, DRAFTED.slice(tensor_rank=world.rank, tensor_ranks=world.ranks))
+    prompt = storing.stand.prompts[0]
+    if world.odd_one:
+        del storing.inner._objects[storing.keys(prompt, "draft")[3]]
+    if world.rank == 0:
+        storing.store.next("read", Fault.SLOW)
+    storing.cache.supplements.begin(prompt)
+    storing.settle()
+    assert _drafted(storing) == [page != 3 for page in range(PAGES)]
+    storing.close()
+
+
+def a_draft_that_one_rank_cannot_read_comes_on_none(world: World) -> None:
+    storing = _undrafted(world, DRAFTED.slice(tensor_rank=world.rank, tensor_ranks=world.ranks))
+    for call in ("exists", "read"):
+        if world.odd_one:
+            storing.store.next(call, Fault.RAISE)
+        storing.cache.supplements.begin(storing.stand.prompts[0])
+        storing.settle()
+        assert not any(_drafted(storing))
+    storing.cache.supplements.begin(storing.stand.prompts[0])
+    storing.settle()
+    assert all(_drafted(storing))
+    storing.close()
+
+
+def a_draft_that_is_slow_to_one_device_is_on_none(world: World) -> None:
+    storing = _undrafted(world, DRAFTED.slice(tensor_rank=world.rank, tensor_ranks=world.ranks))
+    if world.odd_one:
+        storing.stand.hold(Way.LOAD)
+    storing.cache.supplements.begin(storing.stand.prompts[0])
+    storing.poll_until(lambda: storing.cache.stats().storage.supplements == PAGES)
+    storing.poll(3)
+    assert not any(_drafted(storing))
+    dist.barrier()
+    storing.stand.let_go()
+    storing.settle()
+    assert all(_drafted(storing))
+    storing.close()
+
+
+def a_draft_of_the_last_stage_comes_in_the_trees_of_all(world: World) -> None:
+    tensor_ranks = world.ranks // 2
+    stage, tensor_rank = divmod(world.rank, tensor_ranks)
+    storing = _undrafted(world, list(DRAFTED.stages(2, tensor_rank, tensor_ranks))[stage])
+    storing.cache.supplements.begin(storing.stand.prompts[0])
+    storing.settle()
+    assert all(_drafted(storing))
+    storing.close()
+
+
 # -- storing --------------------------------------------------------------------------------
 
 
@@ -425,7 +501,7 @@ class StoredRun(RandomRun):
         self.begun: list[Fetch] = []
         self._steps |= {
             self.fetch: 8, self.stop: 2, self.poll: 14, self.quarantine: 0.5, self.forget: 3,
-            self.replace: 0.4,
+            self.replace: 0.4, self.supplement: 4,
         }  # fmt: skip
 
     def fault(self) -> None:
@@ -444,6 +520,12 @@ class StoredRun(RandomRun):
         if fetch is not None:
             self.fetches.append(fetch)
             self.begun.append(fetch)
+
+    def supplement(self) -> None:
+        leased = [turn.lease.prompt for turn in self.turns]
+        supplement = self.stand.cache.supplements.begin(self._rng.choice([self._prompt(), *leased]))
+        if self._rng.random() < 0.1:
+            supplement.stop()
 
     @property
     def saw_much(self) -> bool:
@@ -474,6 +556,7 @@ def random_calls_keep_ranks_with_stores_together(world: World) -> None:
     storing = Storing(
         world,
         _url(),
+        DRAFTED.slice(tensor_rank=world.rank, tensor_ranks=world.ranks),
         patience=replace(HURRIED, base_s=0.1),
         device_size=Tokens(16 * PAGE),
         host_size=Ratio(2),
@@ -505,6 +588,10 @@ SCENARIOS: dict[str, Scenario] = {
         what_does_not_pay_for_one_rank_is_declined_by_all,
         a_draft_that_one_rank_has_not_no_rank_has,
         a_draft_of_the_last_stage_is_in_the_trees_of_all,
+        a_draft_that_one_rank_lacks_comes_on_none,
+        a_draft_that_one_rank_cannot_read_comes_on_none,
+        a_draft_that_is_slow_to_one_device_is_on_none,
+        a_draft_of_the_last_stage_comes_in_the_trees_of_all,
         a_slow_rank_keeps_pages_on_every_host_until_they_are_written,
         a_store_that_one_rank_cannot_attach_is_attached_by_none,
         ranks_leave_a_store_together,

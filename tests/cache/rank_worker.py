@@ -353,7 +353,11 @@ class RandomRun:
             turn = self._rng.choice(self.turns)
             some = self._rng.randint(turn.committed, turn.limit)
             turn.committed = self._rng.choice((some, turn.limit))
-            self.stand.compute(turn.lease, turn.committed)
+            self.stand.compute(turn.lease, turn.committed, self._without())
+
+    def _without(self) -> tuple[str, ...]:
+        optional = self.stand.optional
+        return self._rng.choice(((), optional)) if optional else ()
 
     def grow(self) -> None:
         if self.turns:

@@ -9,6 +9,7 @@ import pytest
 from kvtide.cache import cache_invariants as checks
 from kvtide.cache.fetching import Stage
 from kvtide.cache.storage_tier import AttachmentState
+from kvtide.cache.supplements.supplement_fetching import SupplementFetch, SupplementStage
 from kvtide.testing.faulty_store import Fault
 from kvtide.transfer.transfers import TransferState
 from tests.cache.building import Rig, text
@@ -189,6 +190,17 @@ def _closed_too_early(rig: Rig) -> None:
     _one(rig).state = AttachmentState.CLOSING
 
 
+def _sidecars_of_no_fetch(rig: Rig) -> None:
+    rig.cache.index.sidecars.take(rig.cache.prompt(text(3, 2)), [])
+
+
+def _sidecars_read_without_pins(rig: Rig) -> None:
+    lookup = _one(rig).link.look_behind(list, 1.0)
+    fetch = SupplementFetch(rig.cache.prompt(text(3, 2)), [], lookup, [])
+    fetch.stage = SupplementStage.READING
+    _one(rig).supplements._open.append(fetch)
+
+
 CASES: list[Case] = [
     (checks.every_arrival_has_one_transfer, _two_bring_it, "bring the same arrival"),
     (checks.every_arrival_has_one_transfer, _without_a_transfer, "that no transfer brings"),
@@ -223,6 +235,8 @@ CASES: list[Case] = [
     (checks.one_store_is_attached_at_most, _departs_to_no_store, "that is not attached"),
     (checks.one_store_is_attached_at_most, _two_attached, "that is not the last one"),
     (checks.one_store_is_attached_at_most, _closed_too_early, "while work is open"),
+    (checks.every_sidecar_import_is_being_read, _sidecars_of_no_fetch, "belongs to no fetch"),
+    (checks.every_sidecar_import_is_being_read, _sidecars_read_without_pins, "read without"),
 ]
 
 

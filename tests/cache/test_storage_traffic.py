@@ -11,12 +11,12 @@ from __future__ import annotations
 import random
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import pytest
 
-from kvtide.cache import FetchPatience, Match, Namespace
+from kvtide.cache import FetchPatience, Match, Namespace, Supplement
 from kvtide.cache.fetching import Fetch
 from kvtide.index import Prompt
 from kvtide.index.keys import TOKEN_BYTES, Hidden
@@ -50,6 +50,7 @@ class StoredTraffic(Traffic):
         self.urls = urls
         self.others = others
         self.fetches: list[Fetch] = []
+        self.supplements: list[Supplement] = []
         self.stores: list[FaultyStore] = []
         self.met: Counter[str] = Counter()
         self.loose: set[PageName] = set()
@@ -67,7 +68,8 @@ class StoredTraffic(Traffic):
             self.fetch: 16, self.nap: 12, self.poll: 20, self.stop: 1.5 * bool(self.fetches),
             self.attach: 0.5, self.detach: 0.2, self.block: 1, self.unblock: 4 * blocked,
             self.spoil: 0.6, self.write_late: 2, self.remember: 10, self.forget_pages: 10,
-            self.quarantine: 0.8,
+            self.quarantine: 0.8, self.supplement: 8, self.stop_supplement: 1,
+            self.recompute: 4,
         }  # fmt: skip
 
     # -- storage ----------------------------------------------------------------------------
@@ -79,6 +81,16 @@ class StoredTraffic(Traffic):
         fetch = self.cache.storage.fetch(prompt, self.chance.choice((0.0, 1.0, 1e-9)))
         if fetch is not None:
             self.fetches.append(fetch)
+
+    def supplement(self) -> None:
+        """Of the last document, or of what a request reads."""
+        prompts = [running.lease.prompt for running in self.running]
+        prompt = self.chance.choice([*prompts, self.cache.prompt(self.document)])
+        self.supplements.append(self.cache.supplements.begin(prompt))
+
+    def stop_supplement(self) -> None:
+        if self.supplements:
+            self.supplements.pop(self.chance.randrange(len(self.supplements))).stop()
 
     def _prompt(self) -> Prompt:
         """Often one that was fetched, or is being fetched right now."""
@@ -129,15 +141,24 @@ class StoredTraffic(Traffic):
 
     def remember(self) -> None:
         """A request computes a whole document, and it has the time to be stored."""
+        self.document = self.chance.choice(self.documents)
+        self._remember()
+
+    def recompute(self) -> None:
+        """One that uses no draft computes what a store may have with it."""
+        self.forget_pages()
+        optional = [p.name for p in self.rig.memory.pools if p.follows and not p.reuse.required]
+        self._remember(optional)
+
+    def _remember(self, without: Collection[str] = ()) -> None:
         while self.running:
             self.finish()
-        self.document = self.chance.choice(self.documents)
         lease = self.rig.begin(self.document)
         if lease is None:
             return
         self.rig.settle()
         if not lease.failed:
-            self.rig.compute(lease)
+            self.rig.compute(lease, without=without)
             names = page_names(lease.prompt)
             self.committed.update(names)
             if self.others is not None:
@@ -211,7 +232,10 @@ class StoredTraffic(Traffic):
         for one in self.cache.storage.stores:
             stats = one.stats()
             self.met.update(stored=stats.stored_pages, dropped=stats.dropped_pages)
-            self.met.update(failed=stats.failed_pages)
+            self.met.update(failed=stats.failed_pages, supplements=stats.supplements)
+        self.met["supplements loaded"] += self.cache.stats().moved_pool_pages.get(
+            ("load", "draft"), 0
+        )
         self.cache.storage.detach(5.0)
         deadline = time.monotonic() + 60
         while self.cache.unsettled:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 
 from kvtide.cache import CacheConfig, Lease, TieredCache, Tokens
 from kvtide.engine import Engine, RequestParams
+from kvtide.index.tree.presence import SidecarSlots
 from kvtide.models.deepseek_v4 import DeepSeekV4
 from kvtide.spec import Tier
 from tests.models.tiny_mtp import V4, pair
@@ -54,8 +56,9 @@ def test_draft_pages_stay_absent_on_the_host_and_after_a_load(cache: TieredCache
     cache.flush(Tier.DEVICE)
     lease = _resumed(cache)
     assert lease.by_tier == {Tier.HOST: lease.cached_tokens}
-    presence, slots = cache.index.tree.presence, range(cache.index.capacity(Tier.HOST, "swa"))
-    assert not any(presence.of(Tier.HOST, "swa", "draft", slot) for slot in slots)
+    slots = np.arange(cache.index.capacity(Tier.HOST, "swa"), dtype=np.int32)
+    on_host = SidecarSlots(Tier.HOST, "swa", "draft", slots)
+    assert not cache.index.tree.presence.of(on_host).any()
     assert not cache.carries(lease, "draft").any()
     cache.release(lease)
 

@@ -6,10 +6,11 @@ from collections.abc import Callable
 
 import pytest
 
-from kvtide.index import Index
+from kvtide.index import Index, LackingPage, SidecarImport
 from kvtide.index import index_invariants as checks
 from kvtide.index.keys import SCRATCH
 from kvtide.index.tree.node import Node, Root
+from kvtide.index.tree.presence import SidecarSlots
 from kvtide.spec import Tier, with_draft
 from tests.index.building import build, compute, keep, lease_for
 from tests.index.memories import FULL, PAGE, WINDOW
@@ -197,6 +198,17 @@ def _lost_draft(index: Index) -> None:
     index.tree.presence.mark(Tier.HOST, "kv", slots, without=["draft"])
 
 
+def _expected_of_nothing(index: Index) -> None:
+    slots = _flying(index).resident_slots(index.tree.cell(Tier.DEVICE, 0))
+    index.tree.presence.expect([SidecarSlots(Tier.DEVICE, "kv", "draft", slots)])
+
+
+def _brought_twice(index: Index) -> None:
+    page = LackingPage("kv", 0, 0, ("draft",))
+    for number in (901, 902):
+        index.tree.sidecar_imports[number] = SidecarImport(number, [page], [])
+
+
 CASES: list[Case] = [
     (checks.tree_is_linked_both_ways, _unlink, "does not know it by its first page"),
     (checks.tree_is_linked_both_ways, _shift, "does not begin where its parent ends"),
@@ -233,6 +245,8 @@ CASES: list[Case] = [
     (checks.hidden_trees_hang_on_roots_without_a_name, _half_hidden, "than the page before"),
     (checks.hidden_pages_are_needed, _hidden_unpinned, "although nothing pins it"),
     (checks.sidecars_the_host_lacks_are_noted, _lost_draft, "lacks draft, and nothing notes it"),
+    (checks.sidecars_that_come_are_brought_once, _expected_of_nothing, "expected, or brought"),
+    (checks.sidecars_that_come_are_brought_once, _brought_twice, "draft is brought twice"),
 ]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -197,6 +198,33 @@ def test_metrics_count_verify_steps_by_origin(serve: Serve, draft: Path, client:
     assert found['kvtide_draft_tokens_total{verdict="rejected"}'] == lengths.rejected
     assert found['kvtide_accept_length_alarms_total{origin="storage"}'] == 0
     assert not [name for name in metrics(client) if "accept" in name or "draft" in name]
+
+
+def test_drafts_of_pages_that_are_held_without_them_come_from_the_store(
+    serve: Serve, draft: Path
+) -> None:
+    """A request without drafts computed the pages; then a store is attached that has drafts."""
+    url = f"memory:drafts-{time.monotonic_ns()}"
+    first = serve(draft=str(draft), storage=url)
+    body = {"temperature": 0}
+    expected = ask(first.client, body)
+    first.settled()
+    stored = metrics(first.client)
+    assert stored['kvtide_supplemented_pages_total{source="storage"}'] == 0
+    second = serve(draft=str(draft))
+    assert choices_of(ask(second.client, body, speculate=False)) == choices_of(expected)
+    second.settled()
+    attached = second.client.send("PUT", "/admin/storage", json.dumps({"url": url}).encode())
+    assert attached.status == 200
+    assert choices_of(ask(second.client, body)) == choices_of(expected)
+    second.settled()
+    pages = len(first.engine.tokenizer.encode(REPETITIVE)) // PAGE
+    found = metrics(second.client)
+    assert found['kvtide_supplemented_pages_total{source="storage"}'] >= pages > 0
+    assert choices_of(ask(second.client, body)) == choices_of(expected)
+    second.settled()
+    found = metrics(second.client)
+    assert found['kvtide_supplemented_pages_total{source="host"}'] >= pages
 
 
 def metrics(client: Client) -> dict[str, float]:

@@ -4,13 +4,9 @@ If a draft is accepted with probability p after an accepted one, k drafts add p 
 to a step. They cost k passes of the drafter and the rows of the verify step. The estimate of p is a
 moving average over the request's verified drafts; it begins with that of all requests.
 
-What that costs is measured in the engine's own steps (`round_prices`), where the device is not a
-CPU: it depends on the model, the batch and the context. A GPU reads the same weights for a few rows
-more, but other experts and other selected entries. The first drafts go by constants.
-
-On a CPU, whose cores have other work, all costs are constants. It reads the same weights for up to
-three rows; from four on its fp32 GEMM takes another routine, which is much slower. `kvtide bench
-speculate --only rows` shows how well they fit.
+What that costs is measured in the engine's own steps (`round_prices`): it depends on the machine,
+the model, the batch and the context. A GPU, and a CPU with native kernels, reads the same weights
+for a few rows more, but other experts and other selected entries. The first drafts go by constants.
 """
 
 from __future__ import annotations
@@ -26,26 +22,15 @@ TRIAL_TOKENS = 32
 """A request for which no draft pays gets one again after so many tokens."""
 HOPE = 0.8
 """The estimate of p before any draft was verified."""
-GPU_ROW = 0.05
-"""What a draft's row costs on a GPU until rounds are timed, in decode steps. A round of three
-drafts then costs 1.36, between a dense 8B model's at batch 1 and at 64 (`kvtide bench speculate
---device cuda --only rounds`)."""
-CPU_ROW = 0.05
-"""What a row more costs on a CPU, in decode steps of one request."""
-CPU_FEW_ROWS, CPU_JUMP = 3, 0.55
-"""More rows than these few cost so much more, once, in the same unit."""
+ROW = 0.05
+"""What a draft's row costs until rounds are timed, in decode steps. With 0.07 for a pass of a draft
+model, a round of three drafts then costs 1.36: between a dense 8B model's at batch 1 and at 64 on a
+GPU (`kvtide bench speculate --device cuda --only rounds`)."""
 
 
-def verify_cost(device: str, batch: int, drafts: int) -> float:
-    """A verify step with so many drafts for each request of a batch, in decode steps of it, by
-    constants."""
-    if device != "cpu":
-        return 1 + GPU_ROW * drafts
-    return _cpu_step(batch * (1 + drafts)) / _cpu_step(batch)
-
-
-def _cpu_step(rows: int) -> float:
-    return 1 + CPU_ROW * (rows - 1) + (CPU_JUMP if rows > CPU_FEW_ROWS else 0.0)
+def verify_cost(drafts: int) -> float:
+    """A verify step with so many drafts for each request, in decode steps, by constants."""
+    return 1 + ROW * drafts
 
 
 class _Estimate:
@@ -68,13 +53,12 @@ class DraftLength:
         self,
         longest: int,
         cost: float,
-        device: str,
         *,
         fixed: bool = False,
         prices: RoundPrices | None = None,
     ) -> None:
         self.longest, self._cost, self._fixed = longest, cost, fixed
-        self._device, self._batch, self._prices = device, 1, prices
+        self._batch, self._prices = 1, prices
         self._costs = self._round_costs()
         self._all = _Estimate(HOPE, 0)
         self._of: WeakKeyDictionary[Request, _Estimate] = WeakKeyDictionary()
@@ -140,4 +124,4 @@ class DraftLength:
         return [self._prices.cost(self._batch, count, self._assumed_cost) for count in counts]
 
     def _assumed_cost(self, drafts: int) -> float:
-        return verify_cost(self._device, self._batch, drafts) + self._cost * drafts
+        return verify_cost(drafts) + self._cost * drafts

@@ -378,7 +378,7 @@ class ModelDrafter:
         """
         page, lease = self._cache.memory.page_tokens, row.lease
         whole = row.position // page
-        version = (*lease.table_version, whole)
+        version = (*lease.table_version, whole, self._cache.index.sidecars_version)
         known = self._tables.get(lease)
         if known is None or known.version != version:
             known = self._tables[lease] = self._draft_table(lease, whole, version)

@@ -37,8 +37,6 @@ from kvtide.engine.staging import Staging
 
 MAX_DRAFTS = 16
 """Drafts of a request in a step, at the most."""
-CONSTANT_COSTS = ("cpu",)
-"""Devices whose steps are not timed to choose the number of drafts."""
 
 
 class VerifiedChunk(NamedTuple):
@@ -81,7 +79,11 @@ class Speculation:
         self._scheduler = scheduler
         self._drafter = drafter
         self._states = SavedStates(cache)
-        self._draft_length = self._draft_lengths(cache, drafter.cost, draft_tokens, fixed_drafts)
+        rows = self._verify_rows(draft_tokens)
+        prices = None if fixed_drafts else RoundPrices(cache.agreement, rows)
+        self._draft_length = DraftLength(
+            draft_tokens, drafter.cost, fixed=fixed_drafts, prices=prices
+        )
         self._staging = Staging(cache.config.torch_device)
         self._wishes: list[DraftWish] = []
         self._leases: dict[Request, Lease] = {}
@@ -89,15 +91,6 @@ class Speculation:
         self._hidden = hidden
         self._captured: WeakKeyDictionary[Request, Callable[[], list[Tensor]]] = WeakKeyDictionary()
         self._resumed: dict[Request, _Resumed] = {}
-
-    def _draft_lengths(
-        self, cache: TieredCache, cost: float, draft_tokens: int, fixed: bool
-    ) -> DraftLength:
-        device = cache.config.torch_device.type
-        prices = None
-        if device not in CONSTANT_COSTS and not fixed:
-            prices = RoundPrices(cache.agreement, self._verify_rows(draft_tokens))
-        return DraftLength(draft_tokens, cost, device, fixed=fixed, prices=prices)
 
     @property
     def verify_rows(self) -> int:

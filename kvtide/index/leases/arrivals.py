@@ -6,15 +6,25 @@ slots and pins the source. Either end is a walk over what it recorded.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from kvtide.index.evict.allocation import Allocator
 from kvtide.index.leases.leasing import Leasing
 from kvtide.index.leases.quarantine import hidden_roots, sweep
-from kvtide.index.tree.holds import Arrival, ArrivalPart, Departing, Departure, IndexLease, Pin
+from kvtide.index.tree.holds import (
+    AnchorNode,
+    Arrival,
+    ArrivalPart,
+    Departing,
+    Departure,
+    IndexLease,
+    Pin,
+)
 from kvtide.index.tree.node import Node
+from kvtide.index.tree.presence import SidecarSlots
 from kvtide.index.tree.tree import Tree
 from kvtide.spec import PageMove, Slots, Tier
 
@@ -92,6 +102,28 @@ class Arrivals:
             tree.pins.unpin(pin)
         return arrival
 
+    def supplement(self, nodes: Iterable[AnchorNode], max_pages: int) -> Arrival | None:
+        """Begin to bring the sidecars that the device lacks of these nodes and the host has, of up
+        to so many pages; None if there are none."""
+        tree, room = self._tree, max_pages
+        found: list[tuple[AnchorNode, list[PageMove]]] = []
+        for one in nodes:
+            here, there = (tree.cell(tier, one.anchor) for tier in (Tier.HOST, Tier.DEVICE))
+            moves = [_cut(move, room) for move in self._missed(one.node, here, there)]
+            if moves:
+                found.append((one, moves))
+                room -= max(len(move.target_slots) for move in moves)
+            if not room:
+                break
+        if not found:
+            return None
+        tree.tick += 1
+        number = tree.next_number()
+        arrival = tree.arrivals[number] = Arrival(number, Tier.HOST, Tier.DEVICE, [], [], [], ())
+        for (node, anchor), moves in found:
+            self._join(arrival, node, anchor, moves)
+        return arrival
+
     def land(self, arrival: Arrival) -> None:
         """The bytes are there: the pages become readable in the target."""
         self._keep_computed(arrival)
@@ -109,7 +141,7 @@ class Arrivals:
         tree = self._tree
         hidden = hidden_roots(pin.node for pin in (*arrival.pins, *arrival.computed))
         self._close(arrival)
-        tree.presence.add(arrival.moves)
+        tree.presence.add(SidecarSlots.of(arrival.moves))
         for part in arrival.parts:
             for node, slots in self._slices(part):
                 if self._expects(node, part.cell, arrival):
@@ -145,7 +177,8 @@ class Arrivals:
                 tree.cells[part.cell].slots.free(slots)
                 if self._expects(node, part.cell, arrival):
                     tree.give_up(node, part.cell)
-        for part in arrival.additions:
+        tree.presence.forgo(SidecarSlots.of(arrival.moves))
+        for part in arrival.additions if arrival.target > arrival.source else ():
             for node, _ in self._slices(part):
                 node.ahead = True
         for pin in (*arrival.pins, *arrival.computed, *arrival.guards):
@@ -166,14 +199,14 @@ class Arrivals:
                     continue
                 if not np.array_equal(node.resident_slots(part.cell), slots):
                     continue
-                departure.pins.append(self._pin_whole(part.cell, node))
+                departure.pins.append(tree.pins.whole(part.cell, node))
                 pages = self._departing(node, part.cell % tree.anchors, slots)
                 if number >= len(arrival.parts):
                     pages = [page for page in pages if (page.anchor, page.slot) in drafted]
                 departure.pages += pages
         for pin in arrival.computed:
             for node in () if pin.node.hidden else pin.nodes():
-                departure.pins.append(self._pin_whole(pin.cell, node))
+                departure.pins.append(tree.pins.whole(pin.cell, node))
                 slots = node.resident_slots(pin.cell)
                 departure.pages += self._departing(node, pin.cell % tree.anchors, slots)
         if not departure.pages:
@@ -235,12 +268,19 @@ class Arrivals:
                 if moves and anchor not in anchors:
                     node.ahead = True
                 elif moves:
-                    slots = node.resident_slots(there)
-                    arrival.moves += tuple(moves)
-                    arrival.additions.append(ArrivalPart(there, node, node.depth, node.end, slots))
-                    arrival.pins.append(tree.pins.span(here, node, node.depth))
-                    arrival.guards += self._pin_above(here, node)
-                    arrival.guards.append(self._pin_whole(there, node))
+                    self._join(arrival, node, anchor, moves)
+
+    def _join(self, arrival: Arrival, node: Node, anchor: int, moves: Sequence[PageMove]) -> None:
+        """Let an arrival bring these sidecars of a node, whose pages stay where they are."""
+        tree = self._tree
+        here, there = tree.cell(arrival.source, anchor), tree.cell(arrival.target, anchor)
+        slots = node.resident_slots(there)
+        arrival.moves += tuple(moves)
+        arrival.additions.append(ArrivalPart(there, node, node.depth, node.end, slots))
+        arrival.pins.append(tree.pins.span(here, node, node.depth))
+        arrival.guards += self._pin_above(here, node)
+        arrival.guards.append(tree.pins.whole(there, node))
+        tree.presence.expect(SidecarSlots.of(moves))
 
     def _missed(self, node: Node, here: int, there: int) -> list[PageMove]:
         """The moves of sidecars that the node carries in one cell and lacks in another."""
@@ -251,12 +291,6 @@ class Arrivals:
         name = tree.anchor_names[here % tree.anchors]
         source, target = tree.cells[here].tier, tree.cells[there].tier
         return tree.presence.additions(name, source, sources, target, targets)
-
-    def _pin_whole(self, cell: int, node: Node) -> Pin:
-        """Pin the node; of a history with all pages above, which must stay too."""
-        if self._tree.cells[cell].reach is None:
-            return self._tree.pins.upwards(cell, node)
-        return self._tree.pins.span(cell, node, node.depth)
 
     def _victims(self, here: int, there: int, pages: int) -> tuple[list[Pin], int]:
         """The next victims, pinned, that have to be copied; and how many pages leave in all."""
@@ -432,6 +466,12 @@ def _ahead(node: Node) -> list[Node]:
             found.append(above)
         above = above.parent
     return found[::-1]
+
+
+def _cut(move: PageMove, pages: int) -> PageMove:
+    """The first pages of a move."""
+    sources, targets = move.source_slots[:pages], move.target_slots[:pages]
+    return replace(move, source_slots=sources, target_slots=targets)
 
 
 def _pages(runs: list[Run]) -> int:

@@ -252,19 +252,13 @@ class ImportsExports:
                 if slots.get((cell, node.depth + number)) == slot
             }
             if mine:
-                pins.append(self._pin_whole(cell, node))
+                pins.append(tree.pins.whole(cell, node))
                 pages += self._departing(node, cell, mine)
         if not pages:
             return None
         departure = Departure(tree.next_number(), pins, pages)
         tree.departures[departure.number] = departure
         return departure
-
-    def _pin_whole(self, cell: int, node: Node) -> Pin:
-        """As `Arrivals` does for pages that a store is given."""
-        if self._tree.cells[cell].reach is None:
-            return self._tree.pins.upwards(cell, node)
-        return self._tree.pins.span(cell, node, node.depth)
 
     def _departing(self, node: Node, cell: int, slots: Mapping[int, int]) -> Iterator[Departing]:
         tree, keys = self._tree, self._tree.page_keys(node)

@@ -15,6 +15,7 @@ from kvtide.index.match.match import Hit, Matcher
 from kvtide.index.placement.placement import Placement, PlannedSegment, plan
 from kvtide.index.tree.holds import IndexLease, Pin, Segment
 from kvtide.index.tree.node import Node
+from kvtide.index.tree.presence import SidecarSlots
 from kvtide.index.tree.tree import MAX_NODE_PAGES, Tree
 from kvtide.spec import ModelMemory, PageMove, Slots, Tier
 
@@ -366,7 +367,7 @@ class Leasing:
                 added = tree.presence.additions(name, where.tier, mine, where.tier, theirs)
                 for move in added:
                     self._copy_on_device(move)
-                tree.presence.add(added)
+                tree.presence.add(SidecarSlots.of(added))
                 if added:
                     tree.presence.note_ahead(node)
             tree.cells[cell].slots.free(mine)

@@ -7,7 +7,7 @@ walk from `node` up to `start` meets both. So a pin never needs to be translated
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -178,6 +178,35 @@ class Import:
     lease: IndexLease
     taken: list[Taken]
     guards: list[Pin] = field(default_factory=list)
+    live: bool = True
+
+
+class AnchorNode(NamedTuple):
+    """One anchor's pages of a node."""
+
+    node: Node
+    anchor: int
+
+
+class LackingPage(NamedTuple):
+    """A page of a prompt of which neither the device nor the host has these optional sidecars.
+
+    slot  on the host; None where only the device has the page
+    """
+
+    anchor: str
+    page: int
+    slot: int | None
+    sidecars: tuple[str, ...]
+
+
+@dataclass(slots=True, eq=False)
+class SidecarImport:
+    """Host pages that stay pinned while a store brings optional sidecars that they lack."""
+
+    number: int
+    pages: Sequence[LackingPage]
+    pins: list[Pin]
     live: bool = True
 
 

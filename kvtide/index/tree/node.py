@@ -36,6 +36,7 @@ class Node:
     queued         bit per cell: stands in that cell's eviction queue
     marks          per cell, what its eviction policy remembers; empty if none does
     ahead          the device may carry optional sidecars that the host's copy of the run lacks
+    sought         the number of the store that has none of the optional sidecars that it lacks
     departed       bit per cell: its pages there, computed or fetched, have been given to a store
     last … priority  what eviction policies look at
     stop           the page up to which the request that computed the run went on
@@ -64,6 +65,7 @@ class Node:
         "queued",
         "resident",
         "slots",
+        "sought",
         "stop",
         "tokens",
     )
@@ -86,6 +88,7 @@ class Node:
         self.hidden: bool = parent is not None and parent.hidden
         self.queued = 0
         self.ahead = False
+        self.sought = 0
         self.departed = 0
         self.marks: list[int] = _NO_MARKS
         self.last = 0

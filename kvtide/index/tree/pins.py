@@ -67,6 +67,12 @@ class Pins:
             return pin
         return Pin(pin.cell, pin.node, self.upwards(pin.cell, above).start)
 
+    def whole(self, cell: int, node: Node) -> Pin:
+        """Pin the node; of a history with all pages above, which must stay too."""
+        if self._cells[cell].reach is None:
+            return self.upwards(cell, node)
+        return self.span(cell, node, node.depth)
+
     def upwards(self, cell: int, node: Node) -> Pin:
         """Pin the node and those above it, as far as the cell has them without a gap."""
         return self._run(cell, node, 0, 1 << cell)[0]

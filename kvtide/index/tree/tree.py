@@ -14,7 +14,7 @@ from kvtide.index.events import CellName, PackedSizes
 from kvtide.index.keys import TOKEN_BYTES, Hidden, PageKey, Prompt, unlike_any_prompt
 from kvtide.index.tree.cells import cells_of
 from kvtide.index.tree.event_source import EventSource
-from kvtide.index.tree.holds import Arrival, Departure, Import, IndexLease
+from kvtide.index.tree.holds import Arrival, Departure, Import, IndexLease, SidecarImport
 from kvtide.index.tree.node import Node, Root, RootName
 from kvtide.index.tree.node_keys import NodeKeys
 from kvtide.index.tree.pins import Pins
@@ -60,6 +60,7 @@ class Tree:
         self.leases: dict[int, IndexLease] = {}
         self.arrivals: dict[int, Arrival] = {}
         self.imports: dict[int, Import] = {}
+        self.sidecar_imports: dict[int, SidecarImport] = {}
         self.departures: dict[int, Departure] = {}
         names = [CellName(cell.tier, self.anchor_names[cell.anchor]) for cell in self.cells]
         sizes = PackedSizes(self.page_bytes, self.after_bytes)
@@ -120,7 +121,7 @@ class Tree:
         self._split_cells(upper, node)
         upper.last, upper.born = node.last, node.born
         upper.hits, upper.priority, upper.stop = node.hits, node.priority, node.stop
-        upper.ahead, upper.departed = node.ahead, node.departed
+        upper.ahead, upper.sought, upper.departed = node.ahead, node.sought, node.departed
         self.nodes += 1
         for cell in self.finite_cells:
             self.cells[cell].queue.offer(upper)
@@ -149,7 +150,7 @@ class Tree:
         assert node.parent is not None
         node.tokens += tokens
         node.pages += pages
-        node.key = None
+        node.key, node.sought = None, 0
         node.last = self.tick
         if self.finite_cells:
             self._reach_changed(node.parent)
@@ -202,6 +203,7 @@ class Tree:
         lower.priority = max(lower.priority, upper.priority)
         lower.stop = max(lower.stop, upper.stop)
         lower.ahead = lower.ahead or upper.ahead
+        lower.sought = min(lower.sought, upper.sought)
         lower.departed &= upper.departed
         lower.parent = parent
         lower.tokens = upper.tokens + lower.tokens

@@ -115,13 +115,18 @@ class OtherShapes:
         return keys
 
     def _decisive(self, pages: Sequence[SoughtPage], missing: Iterable[int]) -> list[int]:
-        """The first missing page of each history; all pages in a model without a history."""
+        """The first missing page of each history; all pages in a model without a history. The
+        first sidecar decides for all."""
         if not self._histories:
             return list(missing)
         first: dict[str, int] = {}
         for number in missing:
-            first.setdefault(pages[number].anchor, number)
-        return [number for anchor, number in first.items() if anchor in self._histories]
+            first.setdefault(pages[number].pool, number)
+        return [
+            number
+            for pool, number in first.items()
+            if pool in self._histories or pages[number].sidecar is not None
+        ]
 
     def _holders(
         self,
@@ -147,9 +152,9 @@ class OtherShapes:
     ) -> list[bool]:
         """Of which of these pages the store has all parts."""
         asked = [
-            (number, part.format.key(page.key))
+            (number, part.format.key(page.key, page.after))
             for number, page in enumerate(pages)
-            for part in self.parts(shape, page.anchor)
+            for part in self.parts(shape, page.pool)
         ]
         whole = [True] * len(pages)
         if asked:

@@ -231,16 +231,21 @@ def test_the_accept_length_outlives_churn(tmp_path: Path) -> None:
 
 
 def test_the_accept_length_outlives_a_little_churn(tmp_path: Path) -> None:
+    """What is met depends on threads, too: so it plays on until it has met everything."""
     traffic = Traffic(24, tables=2, restarts=2, device_pages=20, host_pages=16)
-    churn = Churn(tmp_path, traffic)
-    churn.run()
-    churn.close()
-    assert restored(churn.ended)["restored"] >= KEPT
-    seen = churn.seen
-    assert seen["backup"] > 2 * traffic.host_pages, "evictions"
-    assert min(seen["load"], seen["fetched"]) > 4, "whole prefixes"
-    assert min(seen["retracted"], seen["readmitted"]) > 0
-    assert seen["restarted"] == traffic.restarts
+    seen = Counter[str]()
+    for seed in range(1, 7):
+        churn = Churn(tmp_path / str(seed), traffic, seed)
+        churn.run()
+        churn.close()
+        assert restored(churn.ended)["restored"] >= KEPT
+        assert churn.seen["restarted"] == traffic.restarts
+        seen += churn.seen
+        evicted = seen["backup"] > 2 * traffic.host_pages
+        whole_prefixes = min(seen["load"], seen["fetched"]) > 4
+        if evicted and whole_prefixes and min(seen["retracted"], seen["readmitted"]):
+            return
+    raise AssertionError(f"too little was met: {seen}")
 
 
 def drop_drafts(cache: TieredCache) -> None:

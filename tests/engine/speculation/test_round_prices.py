@@ -11,7 +11,6 @@ import pytest
 
 from kvtide.cache import Alone, CacheConfig, TieredCache, Tokens
 from kvtide.engine import Engine, RequestParams, SamplingParams
-from kvtide.engine.speculation import speculation
 from kvtide.engine.speculation.draft_length import DraftLength
 from kvtide.engine.speculation.model_drafter import ModelDrafter
 from kvtide.engine.speculation.round_prices import (
@@ -60,7 +59,7 @@ class Machine:
         self._random, self._chance, self._noise = random.Random(5), chance, noise
         self.prices = RoundPrices(Alone(), 1 + LONGEST, lambda: self.now)
         self.lengths = DraftLength(
-            LONGEST, ModelDrafter.cost, "cuda", prices=self.prices if measures else None
+            LONGEST, ModelDrafter.cost, prices=self.prices if measures else None
         )
         self._asking: Any = Asking()
 
@@ -179,10 +178,22 @@ def test_ranks_agree_on_prices() -> None:
     assert prices.cost(1, 3, lambda drafts: 9.0) == 1.0  # All took a second there.
 
 
-def test_an_engine_decodes_plainly_until_it_knows_what_that_takes(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(speculation, "CONSTANT_COSTS", ())
+def test_the_batch_of_the_next_step_decides() -> None:
+    """As requests resume, before a step of them."""
+    now = [0.0]
+    prices = RoundPrices(Alone(), 1 + LONGEST, lambda: now[0])
+    for batch, round_s in ((1, 1.1), (2, 4.0)):
+        for drafts in (0, LONGEST):
+            for _ in range(SAMPLES + 1):
+                now[0] += round_s if drafts else 1.0
+                prices.ran(StepRows([1 + drafts] * batch, drafts * batch), batch)
+    lengths, asking = DraftLength(LONGEST, ModelDrafter.cost, prices=prices), Asking()
+    for batch, pays in ((1, True), (2, False), (1, True)):
+        lengths.decide_for(batch)
+        assert (lengths.paying(asking) > 0) == pays
+
+
+def test_an_engine_decodes_plainly_until_it_knows_what_that_takes() -> None:
     prompt, count = text(random.Random(3), 40), 4 * SAMPLES
     answer = [each.token for each in alone("llama", prompt, count, SamplingParams())]
     cache = TieredCache(model_of("llama").memory, CacheConfig(Tokens(1024), None))
