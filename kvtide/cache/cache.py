@@ -46,8 +46,7 @@ from kvtide.transfer.transfers import Transfers, TransferState
 MAX_INFLIGHT = 64
 """Transfers per exchange between ranks; older ones come first."""
 HANDOVER_S = 1e-3
-"""How long `load` waits at most for the load lane to issue the first copy. Its thread needs the
-interpreter: without the wait, the first bytes leave after the caller's next step is launched."""
+"""How long `load` waits at most for the first copy: its lane's thread needs the interpreter."""
 
 
 class TieredCache:

@@ -182,8 +182,8 @@ class ResponseFormatter:
         """A chunk of a stream with a piece of one choice; none while a marker is incomplete."""
         if self._parsed.tools.callable and not self._tells(delta):
             return b""
-        said = {"delta": piece(delta.events)} if self._parsed.chat else {"text": delta.text}
-        return self._event(self._choice(number, delta, said))
+        content = {"delta": piece(delta.events)} if self._parsed.chat else {"text": delta.text}
+        return self._event(self._choice(number, delta, content))
 
     def _tells(self, delta: Delta) -> bool:
         parsed = self._parsed
@@ -213,11 +213,11 @@ class ResponseFormatter:
         event = f"{self._head}{_ENCODER.encode(choice)}]{self._tail}"
         return event.encode("utf-8", "replace")
 
-    def _choice(self, number: int, delta: Delta, said: Json) -> Json:
-        """A choice; `said`: its text, its message, or a piece of one."""
+    def _choice(self, number: int, delta: Delta, content: Json) -> Json:
+        """A choice; `content`: its text, its message, or a piece of one."""
         choice = {
             "index": number,
-            **said,
+            **content,
             "logprobs": self._logprobs(number, delta),
             "finish_reason": self._finish_reason(number, delta),
         }

@@ -116,6 +116,6 @@ def test_a_listener_that_begins_late_knows_as_much_as_one_that_heard_everything(
 def test_nothing_is_hashed_for_events(monkeypatch: pytest.MonkeyPatch) -> None:
     index = build(FULL)
     index.subscribe(lambda event: None)
-    monkeypatch.setattr("kvtide.index.tree.node_keys.chain", None)
+    monkeypatch.setattr("kvtide.index.keys.chain", None)
     keep(index, range(20))
     assert index.clear(Tier.DEVICE) == 5

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from kvtide.index import Namespace
-from kvtide.index.keys import Prompt, chain, pack
+from kvtide.index.keys import Prompt, chain, pack, root_key
 from kvtide.spec import Tier, with_draft
 from tests.index.building import build, compute, found, keep, lease_for
 from tests.index.memories import DRAFTED, FULL, PAGE
@@ -81,8 +81,12 @@ def test_a_known_key_is_not_computed_again(monkeypatch: pytest.MonkeyPatch) -> N
         hashed.append(len(tokens) // page_bytes)
         return chain(key, tokens, page_bytes)
 
-    for module in ("keys", "tree.node_keys"):
-        monkeypatch.setattr(f"kvtide.index.{module}.chain", counting)
+    def counting_roots(fingerprint: bytes, namespace: Namespace) -> bytes:
+        hashed.append(1)
+        return root_key(fingerprint, namespace)
+
+    monkeypatch.setattr("kvtide.index.keys.chain", counting)
+    monkeypatch.setattr("kvtide.index.tree.node_keys.root_key", counting_roots)
     keep(index, TEXT[:8])
     keep(index, TEXT[:4] + TEXT[12:20])
     (top,) = index.match(index.prompt(TEXT[:5])).nodes

@@ -113,7 +113,7 @@ def test_what_one_layout_stored_any_other_reads(desks, here: Layout, there: Layo
 
 def test_what_is_absent_from_a_page_is_reported_when_it_is_read(desks) -> None:
     desk = desks(LARGE)
-    pages = [page._replace(absent=("draft",) * (n % 2)) for n, page in enumerate(desk.pages(4))]
+    pages = [page._replace(without=("draft",) * (n % 2)) for n, page in enumerate(desk.pages(4))]
     desk.stored(pages)
     assert read(desk, desk.pages(4)).absent == [(), ("draft",), (), ("draft",)]
 
@@ -142,7 +142,7 @@ def test_a_page_that_gets_its_sidecar_later_is_not_written_again(desks) -> None:
     desk = desks(LARGE)
     desk.fill(desk.pages(4))
     for absent, written in ((("draft",), 4), ((), 8), ((), 8)):
-        writing = desk.link.write([page._replace(absent=absent) for page in desk.pages(4)], 60.0)
+        writing = desk.link.write([page._replace(without=absent) for page in desk.pages(4)], 60.0)
         until(lambda writing=writing: writing.quiet)
         assert writing.count == 4 and desk.link.counts["written"] == written
 

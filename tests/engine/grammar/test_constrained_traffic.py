@@ -156,7 +156,15 @@ def solo_answers() -> list[Any]:
     [
         ({"chunk_tokens": 7, "max_running": 4}, False),
         ({"chunk_tokens": 512, "max_running": 16}, False),
-        ({"chunk_tokens": 64, "drafter": NgramDrafter(), "draft_tokens": 7}, False),
+        (
+            {
+                "chunk_tokens": 64,
+                "drafter": NgramDrafter(),
+                "draft_tokens": 7,
+                "fixed_drafts": True,
+            },
+            False,
+        ),
         ({"chunk_tokens": 64, "max_running": 6}, True),
     ],
     ids=["small steps", "one batch", "n-grams", "launched ahead"],
