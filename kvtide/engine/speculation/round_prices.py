@@ -111,7 +111,7 @@ class RoundPrices:
         batch = self._batches[_size(running)]
         return 0 not in batch.seconds and batch.age < PLAIN_STEPS
 
-    def cost(self, running: int, drafts: int, assumed: Callable[[int], float]) -> float:
+    def cost(self, running: int, drafts: float, assumed: Callable[[float], float]) -> float:
         """A round of so many drafts for each request, in decode steps. Of a number that was not
         measured: that of the nearest one, in the proportion of the assumed costs."""
         seconds = self._batches[_size(running)].seconds

@@ -163,7 +163,7 @@ class Speculation:
         """A step's tokens are sampled and accepted: the drafter writes its own state of them, and
         begins to draft for requests that decode next, unless it drafts behind them already."""
         self._keep_captured(chunks, output)
-        self._draft_length.ran(_rows_of(chunks, output), len(self._scheduler.running))
+        self._draft_length.ran(_rows_of(chunks, output), self._scheduler.running)
         if self._behind:
             self._behind = False
             worth = {request for request in decoding if self._worth_drafts(request)}
@@ -175,7 +175,7 @@ class Speculation:
 
     def _wish_for(self, decoding: Iterable[Request]) -> None:
         """Note how many drafts each of these may have, and take slots for them."""
-        self._draft_length.decide_for(len(self._scheduler.running))
+        self._draft_length.decide_for(self._scheduler.running)
         self._wishes = []
         for request in decoding:
             wanted = self.wanted(request) if self._worth_drafts(request) else 0

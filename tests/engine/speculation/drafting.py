@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping, Sequence
+from types import SimpleNamespace
 
 from torch import Tensor
 
@@ -25,6 +26,14 @@ Answers = Mapping[tuple[int, ...], Sequence[int]]
 """The answer to each prompt."""
 Seen = dict[tuple[int, ...], tuple[int, ...]]
 """The drafts behind each run of tokens."""
+
+
+class Asking:
+    """Stands for a request whose drafts are counted."""
+
+    def __init__(self, number: int = 0, speculate: bool = True) -> None:
+        self.number, self.length = number, 10
+        self.params = SimpleNamespace(speculate=speculate)
 
 
 class ErringDrafter(TokenDrafter):

@@ -21,7 +21,7 @@ from kvtide.engine.speculation.round_prices import (
     StepRows,
 )
 from tests.engine.restoring import alone, model_of, text
-from tests.engine.speculation.drafting import ErringDrafter
+from tests.engine.speculation.drafting import Asking, ErringDrafter
 
 LONGEST = 3
 Seconds = Callable[[int], float]
@@ -41,13 +41,6 @@ V4 = rounds_of(3.91e-3, 8.10e-3)
 def host_bound(drafts: int) -> float:
     """The first draft costs most of a round."""
     return 4e-3 if drafts == 0 else 7e-3 + 0.4e-3 * drafts
-
-
-class Asking:
-    """Stands for a request: it has a length."""
-
-    def __init__(self) -> None:
-        self.length = 10
 
 
 class Machine:
@@ -87,7 +80,7 @@ class Machine:
         self.steps[drafts > 0] += 1
         if drafts:
             self.lengths.verified(self._asking, drafts, accepted)
-        self.lengths.ran(StepRows([1 + drafts], drafts), 1)
+        self.lengths.ran(StepRows([1 + drafts], drafts), [self._asking])
 
 
 @pytest.mark.quick(chance=[0.5])
@@ -187,9 +180,9 @@ def test_the_batch_of_the_next_step_decides() -> None:
             for _ in range(SAMPLES + 1):
                 now[0] += round_s if drafts else 1.0
                 prices.ran(StepRows([1 + drafts] * batch, drafts * batch), batch)
-    lengths, asking = DraftLength(LONGEST, ModelDrafter.cost, prices=prices), Asking()
+    lengths, asking = DraftLength(LONGEST, ModelDrafter.cost, prices=prices), Asking(0)
     for batch, pays in ((1, True), (2, False), (1, True)):
-        lengths.decide_for(batch)
+        lengths.decide_for([Asking(number) for number in range(batch)])
         assert (lengths.paying(asking) > 0) == pays
 
 
