@@ -1,4 +1,4 @@
-"""What it costs that drafts of models with running states end with their page.
+"""What it costs that drafts of models with recurrent states end with their page.
 
 One request is answered with drafts of which a chosen part is right, over pages of 64 tokens and
 over a single page. Which tokens are drafted right depends on their position alone, so that both

@@ -40,7 +40,7 @@ from kvtide.engine.runner import Runner, StepOutput, score_prompt
 from kvtide.engine.sampling.sampler import SampledToken, SamplingBatch, warm_up_sampling
 from kvtide.engine.scheduler import Scheduler
 from kvtide.engine.speculation.accept_guard import AcceptGuard
-from kvtide.engine.speculation.accept_lengths import AcceptLengths
+from kvtide.engine.speculation.acceptance_stats import AcceptanceStats
 from kvtide.engine.speculation.drafter import Drafter
 from kvtide.engine.speculation.speculation import Speculation, VerifiedChunk
 from kvtide.engine.staging import Staging
@@ -142,7 +142,7 @@ class Engine:
         return self._runner.hot_counts.last
 
     @property
-    def accept_lengths(self) -> AcceptLengths | None:
+    def acceptance_stats(self) -> AcceptanceStats | None:
         """What verify steps gave; None without speculation."""
         return None if self._speculation is None else self._speculation.lengths
 
@@ -384,14 +384,14 @@ class Engine:
         for chunk, tokens in zip(chunks, sampled, strict=True):
             if chunk.drafts:
                 assert self._speculation is not None, "no drafts without speculation"
-                tokens = list(self._speculation.accepted(chunk, tokens))
+                tokens = list(self._speculation.accept_drafts(chunk, tokens))
             chunk.request.drafts = ()  # Verified, or void behind a new token.
             own = append(chunk.request, tokens)
             updates += own
             if chunk.drafts:
                 verified.append(VerifiedChunk(chunk, len(own) - 1, len(own) < len(tokens)))
         if self._speculation is not None:
-            self._speculation.verified(verified)
+            self._speculation.commit_verified(verified)
         return updates
 
     def _commit_accepted(

@@ -73,8 +73,8 @@ class LaunchAhead:
         """Draft behind a verify step, and launch the next one of these drafts, before the host has
         read what was sampled: the device accepts by itself. Only a step of all running requests.
 
-        Running states go back to where acceptance ended before the next step: with such a model the
-        drafts alone are launched, and the host reads what was accepted while they run.
+        Recurrent states go back to where acceptance ended before the next step: with such a model
+        the drafts alone are launched, and the host reads what was accepted while they run.
         """
         speculation, scheduler = self._speculation, self._scheduler
         if speculation is None or not speculation.can_draft_behind:

@@ -7,7 +7,7 @@ the device idles meanwhile. `Overlap` holds the step after the current one, from
              plan              prepare               launch
     IDLE ──────────▶ PLANNED ──────────▶ PREPARED ──────────▶ LAUNCHED
      ▲                  │                    │                    │
-     │                  │ take, discard      │ take, discard      │ take, discard
+     │                  │ take, forget       │ take, forget       │ take
      └──────────────────┴────────────────────┴────────────────────┘
 
 IDLE      there is no next step yet
@@ -23,12 +23,12 @@ LAUNCHED  its graph runs on what only the device knows: sampled tokens, drafts, 
 - LAUNCHED: its output is read. A request that finished or was retracted meanwhile still occupies a
   row of the launched step; its output is discarded.
 
-A step that is not wanted any more is discarded: its slots go back, and the scheduler schedules
-afresh. A launched step cannot be recalled: the fence before the next launch orders every reuse of
-its slots behind it.
+`take` discards a step that is not wanted any more: its slots go back, and the scheduler schedules
+afresh. `forget` discards a verify step that no graph fits. A launched step cannot be recalled: the
+fence before the next launch orders every reuse of its slots behind it.
 
-`drop` discards the row of a request that was launched on another token than was sampled. Where that
-token is in the request's running states, the engine retracts the request.
+`drop` removes the row of a request that was launched on another token than was sampled. Where that
+token is in the request's recurrent states, the engine retracts the request.
 
 Which step is planned, and whether it is launched ahead: `launch_ahead`.
 

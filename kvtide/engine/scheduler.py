@@ -45,7 +45,7 @@ class Scheduler:
     blocked        the first waiting request found no slots; only requests that leave free some
     skips_loading  requests whose prefix is loading take no part in a step if others can run
     launches_ahead a step may be launched before the host knows its tokens: it is a CUDA graph
-    keeps_states   tokens change running states or open entries: those of a token that the device
+    keeps_states   tokens change recurrent states or open entries: those of a token that the device
                    takes and the host does not would stay wrong
     """
 
@@ -321,7 +321,7 @@ class Scheduler:
 
         None is drafted beyond the request's last token, so that admission has counted all. Pages
         are taken one by one: windows are then kept before every one of them, wherever acceptance
-        ends. A running state is written where a step ends, so that drafts end with the page.
+        ends. A recurrent state is written where a step ends, so that drafts end with the page.
         """
         last = min(request.length + count, request.max_length - 1)
         if self._states:
@@ -410,7 +410,7 @@ class Scheduler:
         each request the token that is sampled last, and up to `wanted` drafts.
 
         There are slots wherever acceptance ends. None if other requests may be in the step. With
-        running states the step cannot be launched, only drafted for: it has no drafts that could
+        recurrent states the step cannot be launched, only drafted for: it has no drafts that could
         lie behind the page's end.
         """
         ending = [chunk for chunk in chunks if chunk.request.length + 1 >= chunk.request.max_length]
@@ -492,7 +492,7 @@ def _batch_order(chunk: ScheduledChunk) -> tuple[int, tuple[str, ...], bytes]:
 
 
 def _anchors_of_states(cache: TieredCache) -> list[str]:
-    """Anchors that keep running states in a layer of any stage, whatever this one has."""
+    """Anchors that keep recurrent states in a layer of any stage, whatever this one has."""
     own = {p.follows or p.name for p in cache.memory.pools if p.reuse.stride is not None}
     names = sorted(anchor.name for anchor in cache.memory.anchors)
     nowhere = cache.agreement.all_true([name not in own for name in names])

@@ -136,10 +136,10 @@ class ForwardPass:
     def entries_per_page(self, place: Place) -> int:
         return self.step.page_tokens // place.pool.tokens_per_entry
 
-    # -- running state: one after the last token -----------------------------------------------
+    # -- recurrent state: one after the last token -----------------------------------------------
 
     def read_state(self, place: Place, rows: Rows) -> Fields | None:
-        """A sequence's running state before the step; None where it has no tokens yet."""
+        """A sequence's recurrent state before the step; None where it has no tokens yet."""
         if rows.past == 0:
             return None
         slot = self._slot(place, rows, rows.past - 1)
@@ -148,7 +148,7 @@ class ForwardPass:
         return place.packing.unpack({name: field[slot, -1] for name, field in view.items()})
 
     def write_state(self, place: Place, rows: Rows, state: Mapping[str, Tensor]) -> None:
-        """Writes a sequence's running state after the step, if its last page has a slot."""
+        """Writes a sequence's recurrent state after the step, if its last page has a slot."""
         slot = self._slot(place, rows, rows.total - 1)
         if slot < 0:
             return
@@ -169,7 +169,7 @@ class ForwardPass:
             view[name][slots[kept], -1] = value[kept]
 
     def state_slots(self, place: Place) -> tuple[Tensor, Tensor]:
-        """For kernels: the slots of each sequence's running state before and after the step.
+        """For kernels: the slots of each sequence's recurrent state before and after the step.
 
         (sequences,) int32 each, -1 where there is none.
         """

@@ -21,7 +21,7 @@ from kvtide.layers.forward import ForwardPass
 
 
 class GatedDeltaState:
-    """The convolution and the recurrence, from and to a sequence's running state.
+    """The convolution and the recurrence, from and to a sequence's recurrent state.
 
     `parts` are queries, keys and values; several heads of values may have one query and key. There
     are as many biases as time steps: one a head, or one for each channel of a key.

@@ -1,4 +1,4 @@
-"""Mamba2 mixers: a running state instead of a history, kept where a sequence's last page lies.
+"""Mamba2 mixers: a recurrent state instead of a history, kept where a sequence's last page lies.
 
 A layer holds its rank's heads, and the groups that those heads belong to.
 """

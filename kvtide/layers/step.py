@@ -6,7 +6,7 @@ tables.
 
 Layout. A sequence's token at position p belongs to page p // page_tokens; the page's slot
 in an anchor's pools is `slots[anchor][page]`, -1 where that anchor keeps no such page. Entries
-(keys, values, latents) of a page lie in its slot by position. A running state (a recurrent
+(keys, values, latents) of a page lie in its slot by position. A recurrent state (an SSM
 state, a convolution's tail) after token p lies in the slot of p's page: it is read from the page of
 the last token before the step and written to the page of the last token in it. A complete page is
 never written again, so the state at its end is a checkpoint.

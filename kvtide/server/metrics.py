@@ -20,7 +20,7 @@ from kvtide.engine.oracle import Checks, Oracle
 from kvtide.engine.request import Activity
 from kvtide.engine.scheduler import Scheduler
 from kvtide.engine.speculation.accept_guard import AcceptGuard
-from kvtide.engine.speculation.accept_lengths import AcceptLengths
+from kvtide.engine.speculation.acceptance_stats import AcceptanceStats
 from kvtide.engine.speculation.speculation import MAX_DRAFTS
 from kvtide.server.handoff.handoff_metrics import handoff_metrics
 from kvtide.server.handoff.server_handoff import ServerHandoff
@@ -117,7 +117,7 @@ class _StateCollector:
         yield _gauge("kvtide_transfers_overdue", "Transfers past their deadline.", stats.overdue)
         yield from _checks(self._engine.oracle)
         yield from _masks(self._engine.masks)
-        if (lengths := self._engine.accept_lengths) is not None:
+        if (lengths := self._engine.acceptance_stats) is not None:
             yield from _drafts(lengths)
         if (guard := self._engine.accept_guard) is not None:
             yield from _alarms(guard)
@@ -170,7 +170,7 @@ def _masks(masks: StepMasks) -> Iterable[Metric]:
     yield from (steps, seconds)
 
 
-def _drafts(lengths: AcceptLengths) -> Iterable[Metric]:
+def _drafts(lengths: AcceptanceStats) -> Iterable[Metric]:
     accepted = HistogramMetricFamily(
         "kvtide_accept_length",
         "Tokens that a verify step gave, by the slowest tier of the request's prefix.",

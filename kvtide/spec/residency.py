@@ -52,7 +52,7 @@ ALL_RESIDENT = Residency()
 def step_queries(memory: ModelMemory, drafts: int) -> int:
     """Tokens of a sequence in a decode step, at the most: one, and its drafts.
 
-    With running states a step also computes again what was accepted before a rejected draft.
+    With recurrent states a step also computes again what was accepted before a rejected draft.
     """
     again = any(pool.tail_entries is not None for pool in memory.pools)
     return 1 + drafts * (2 if again else 1)

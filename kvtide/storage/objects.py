@@ -20,7 +20,8 @@ fingerprint and key, so that one space has the objects of ranks of any shape sid
 objects of a model that one rank serves have no slice in their keys.
 
 An object is believed only if everything in its label is what the reader expects, its own key
-included: a store that mixed up two objects, or wrote half of one, is found out.
+included: a store that mixed up two objects, or wrote half of one, is found out. Such an object
+raises `CorruptObjectError`; `StoreLink` catches it and removes the object (`transfer/store_link`).
 """
 
 from __future__ import annotations

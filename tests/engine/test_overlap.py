@@ -328,7 +328,7 @@ def test_verify_steps_are_launched_on_drafts_that_the_host_has_not_read(
         states.add(at.engine.overlap.state)
     assert complete(*requests) and not watch.met
     assert OverlapState.LAUNCHED in states
-    lengths = at.engine.accept_lengths
+    lengths = at.engine.acceptance_stats
     assert lengths is not None
     assert (lengths.accepted > 0, lengths.rejected > 0) == (right, not right)
     at.end()

@@ -561,7 +561,7 @@ def test_a_waiting_request_can_be_removed_from_anywhere(desk):
     assert order == [requests[1], requests[3], requests[0]]
 
 
-# -- running states -------------------------------------------------------------------------
+# -- recurrent states -------------------------------------------------------------------------
 
 
 def test_a_step_ends_where_a_state_is_kept(desk):

@@ -25,7 +25,7 @@ STEPS = 200
 HISTORIES = ("llama", "deepseek_v3")
 """Full attention and latents."""
 CHECKPOINTS = ("gpt_oss", "gemma3", "mistral-windows", "falcon_h1", "qwen3_next", "deepseek_v4")
-"""Windows, nothing but windows, running states, and compressed streams."""
+"""Windows, nothing but windows, recurrent states, and compressed streams."""
 
 OWN = REST + ANSWER - 1
 """What each computes for itself: the last token it says is not computed."""

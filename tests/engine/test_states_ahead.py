@@ -1,4 +1,4 @@
-"""Running states and open entries, where steps are launched before their tokens are read.
+"""Recurrent states and open entries, where steps are launched before their tokens are read.
 
 Requests end at stop ids, leave and are retracted while a step with one token more of theirs runs:
 no answer, and no state that another request resumes from, has a trace of that token.

@@ -59,7 +59,7 @@ def together(count: int) -> list[Threads]:
 
 @dataclass
 class Ran:
-    """What a rank computed, and its running states by layer."""
+    """What a rank computed, and its recurrent states by layer."""
 
     logits: Tensor
     states: dict[int, dict[str, Tensor]]

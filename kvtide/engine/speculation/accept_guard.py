@@ -32,7 +32,7 @@ from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 from kvtide.engine.request import Request
-from kvtide.engine.speculation.accept_lengths import PrefixOrigin
+from kvtide.engine.speculation.acceptance_stats import PrefixOrigin
 
 FRACTION = 0.9
 """Restored prefixes should accept this much of what computed ones do."""

@@ -1,10 +1,10 @@
-"""Running states as they were before the drafts, for requests whose drafts are not all accepted.
+"""Recurrent states as they were before the drafts, for requests whose drafts are not all accepted.
 
 Entries of rejected tokens need no undoing: nothing reads beyond a request's computed tokens, and
-the next step overwrites them. A running state (Mamba2, gated delta, KDA, convolutions, open blocks
-of compressed streams) has the rejected tokens in it. It goes back to what it was before the step;
-the next step computes the accepted tokens again, beside the new ones. That costs one copy of a
-request's states per verify step, and up to k rows in the step after a rejection.
+the next step overwrites them. A recurrent state (Mamba2, gated delta, KDA, convolutions, open
+blocks of compressed streams) has the rejected tokens in it. It goes back to what it was before the
+step; the next step computes the accepted tokens again, beside the new ones. That costs one copy of
+a request's states per verify step, and up to k rows in the step after a rejection.
 
 States are small, and every layer has its own: on a GPU all copies of a batch are one CUDA graph.
 """
@@ -30,7 +30,7 @@ Slots = NDArray[np.int32]
 
 
 class SavedStates:
-    """`needed`: the model has running states at all, on any rank."""
+    """`needed`: the model has recurrent states at all, on any rank."""
 
     def __init__(self, cache: TieredCache) -> None:
         self._cache = cache

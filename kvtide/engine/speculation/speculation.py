@@ -1,5 +1,11 @@
-"""Speculation as the engine calls it: `before` a step, `accepted` and `verified` after sampling,
-then `extend` and `propose`; or `draft_behind` before the host has read what was sampled."""
+"""Speculation as the engine calls it.
+
+before           keeps the states that a step's drafts change
+accept_drafts    compares drafts with sampled tokens, on the host; behind a verify step that the
+                 host has yet to read, the device does it (`unread`)
+commit_verified  ends a request's computed tokens where acceptance ended, and puts states back
+extend, propose  draft for the next step; `draft_behind` does before the host has read this one
+"""
 
 from __future__ import annotations
 
@@ -22,7 +28,7 @@ from kvtide.engine.runner import StepOutput, UnreadTokens
 from kvtide.engine.sampling.sampler import SampledToken
 from kvtide.engine.scheduler import Scheduler
 from kvtide.engine.speculation.accept_guard import AcceptGuard
-from kvtide.engine.speculation.accept_lengths import AcceptLengths
+from kvtide.engine.speculation.acceptance_stats import AcceptanceStats
 from kvtide.engine.speculation.draft_length import DraftLength
 from kvtide.engine.speculation.drafter import (
     Drafter,
@@ -74,7 +80,7 @@ class Speculation:
         fixed_drafts: bool = False,
     ) -> None:
         assert 1 <= draft_tokens <= MAX_DRAFTS, f"{draft_tokens} drafts; use 1 to {MAX_DRAFTS}"
-        self.lengths = AcceptLengths()
+        self.lengths = AcceptanceStats()
         self.guard = AcceptGuard(drafter.writes) if drafter.writes else None
         self._scheduler = scheduler
         self._drafter = drafter
@@ -98,7 +104,7 @@ class Speculation:
         return self._verify_rows(self._draft_length.longest)
 
     def _verify_rows(self, drafts: int) -> int:
-        """The last token and the drafts. Where running states are put back, accepted tokens are
+        """The last token and the drafts. Where recurrent states are put back, accepted tokens are
         computed again beside them."""
         return 1 + drafts + (drafts if self._states.needed else 0)
 
@@ -122,7 +128,7 @@ class Speculation:
         """A step is about to run: keep the states that its drafts change."""
         self._states.save([chunk.request for chunk in chunks if chunk.drafts])
 
-    def accepted(
+    def accept_drafts(
         self, chunk: ScheduledChunk, sampled: Sequence[SampledToken]
     ) -> Sequence[SampledToken]:
         """The sampled tokens up to the first that was not drafted.
@@ -135,7 +141,7 @@ class Speculation:
             count += 1
         return sampled[: count + 1]
 
-    def verified(self, chunks: Sequence[VerifiedChunk]) -> None:
+    def commit_verified(self, chunks: Sequence[VerifiedChunk]) -> None:
         """These chunks' drafts are verified: the requests' computed tokens end with the last
         accepted one, or where their states are put back to."""
         rejected = []
@@ -278,7 +284,7 @@ class Speculation:
         return self._draft_length.paying(request) if request.params.speculate else 0
 
     def _accepted_on_device(self, chunks: Sequence[ScheduledChunk], tokens: Tensor) -> UnreadTokens:
-        """As `accepted` does on the host."""
+        """As `accept_drafts` does on the host."""
         longest = self._draft_length.longest
         table = np.full((len(chunks), 1 + longest), -1)
         counts = [1 + len(chunk.drafts) for chunk in chunks]

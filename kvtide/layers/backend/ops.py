@@ -214,7 +214,7 @@ class Ops(ABC):
         inputs: Tensor,
         activation: Activation | None = None,
     ) -> Tensor:
-        """The convolution of inputs (tokens, channels), from and to the running states.
+        """The convolution of inputs (tokens, channels), from and to the recurrent states.
 
         In fp32 by the reference, in the inputs' dtype by the kernel.
         """

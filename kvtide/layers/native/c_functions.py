@@ -52,7 +52,7 @@ class HeadsCall(Structure):
 
 
 class States(Structure):
-    """Running states of a step's sequences: `recurrent.cpp` has its fields."""
+    """Recurrent states of a step's sequences: `recurrent.cpp` has its fields."""
 
     _fields_: ClassVar = [
         ("pages", c_void_p),

@@ -1,4 +1,4 @@
-// Recurrences token by token, for few new tokens: from and to running states in pages.
+// Recurrences token by token, for few new tokens: from and to recurrent states in pages.
 //
 // A state lies in the slot of a sequence's last page. Without a slot before the step it is zero;
 // without one after it, it is dropped.

@@ -20,7 +20,7 @@ def causal_conv(
     inputs: Tensor,
     activation: Activation | None,
 ) -> Tensor:
-    """The convolution of inputs (tokens, channels) in fp32, from and to the running states."""
+    """The convolution of inputs (tokens, channels) in fp32, from and to the recurrent states."""
     inputs = conv.rounded(run, place, inputs).float()
     convolved = []
     for rows in run.sequences:

@@ -10,7 +10,7 @@ prompt. The blocks of a step are computed side by side.
 Where blocks overlap, a token has two halves of channels: one for the mean of its own block, one
 for that of the next. The next block's mean begins with the sums of this one.
 
-The open block's mean is a running state. Pages hold whole blocks, so a page's end has only the
+The open block's mean is a recurrent state. Pages hold whole blocks, so a page's end has only the
 sums for the next block; the step writes them for every page that it completes.
 """
 

@@ -54,7 +54,7 @@ def ssd_scan(
     convolved: Tensor,
     dt: Tensor,
 ) -> Tensor:
-    """(tokens, heads · dim) in fp32, the skip included, from and to the running states.
+    """(tokens, heads · dim) in fp32, the skip included, from and to the recurrent states.
 
     Of x, B and C side by side in fp32, and time steps (tokens, heads) before their bias.
     """

@@ -10,7 +10,7 @@ import pytest
 from kvtide.engine import Request, RequestParams
 from kvtide.engine.speculation import accept_guard
 from kvtide.engine.speculation.accept_guard import RESTORED, AcceptGuard
-from kvtide.engine.speculation.accept_lengths import PrefixOrigin
+from kvtide.engine.speculation.acceptance_stats import PrefixOrigin
 from kvtide.index import DEFAULT_NAMESPACE, Prompt
 from kvtide.spec import Tier
 

@@ -148,7 +148,7 @@ def test_the_device_accepts_what_the_host_does(rows: list[tuple[list[int], list[
         sampled.append([SampledToken(token, 0.0) for token in given_tokens])
     flat = torch.tensor([one.token for each in sampled for one in each])
     unread = speculation._accepted_on_device(chunks, flat)
-    host = [speculation.accepted(c, s) for c, s in zip(chunks, sampled, strict=True)]
+    host = [speculation.accept_drafts(c, s) for c, s in zip(chunks, sampled, strict=True)]
     assert unread.accepted.tolist() == [len(each) - 1 for each in host]
     order = [chunk.request for chunk in reversed(chunks)]
     last, accepted = unread.of(order, Staging(CPU))

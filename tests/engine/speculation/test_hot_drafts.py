@@ -78,7 +78,7 @@ def test_drafts_change_no_bit(model: str, room: int, errors: float, swaps: list[
             assert tuple(request.output) == wanted
         stand.settle()
         stand.cache.flush(Tier.DEVICE)
-    lengths = stand.engine.accept_lengths
+    lengths = stand.engine.acceptance_stats
     assert lengths is not None and lengths.rejected and bool(lengths.accepted) == (errors < 1)
     assert stand.loads and any(request.by_tier for request in requests)
     check_swaps(swaps, FAMILIES[model])
@@ -137,7 +137,7 @@ def test_repeated_text_is_drafted_and_answered_as_without() -> None:
 
 
 def test_drafts_are_left_out_where_their_context_cannot_be_gathered() -> None:
-    """With running states a verify step also computes accepted tokens again: too many queries for
+    """With recurrent states a verify step also computes accepted tokens again: too many queries for
     this buffer, and too many contexts for the pages that a step gathers."""
     family = "deepseek_v4 hot:24"
     model = model_of(family)

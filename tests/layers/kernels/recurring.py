@@ -1,4 +1,4 @@
-"""Steps over running states in scattered pages, for tests of recurrent kernels.
+"""Steps over recurrent states in scattered pages, for tests of recurrent kernels.
 
 All that no page holds is NaN. In a decode step, kernels see nothing but its batch.
 """
@@ -30,7 +30,7 @@ STEPS = {
 
 @dataclass
 class World:
-    """A step with a running state for every sequence that has earlier tokens."""
+    """A step with a recurrent state for every sequence that has earlier tokens."""
 
     place: Place
     run: ForwardPass

@@ -208,7 +208,7 @@ def test_pools_that_no_kernel_reads_go_to_the_references(native: NativeOps) -> N
     assert torch.equal(native.paged_attention(*given), TORCH.paged_attention(*given))
 
 
-# -- running states ------------------------------------------------------------------------------
+# -- recurrent states ------------------------------------------------------------------------------
 
 SHORT = [[(70, 1), (16, 1), (0, 1), (3, 1)], [(70, 4), (0, 2), (30, 1)], [(70, 1), (16, 9)]]
 
