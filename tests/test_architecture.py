@@ -45,7 +45,7 @@ SEES: dict[str, set[str]] = {
 IMPORTED_WITHIN_FUNCTIONS = {
     ("kvtide/storage/mooncake/library.py", "mooncake.store.MooncakeDistributedStore"),
     ("kvtide/transfer/peer/mooncake_engine.py", "mooncake.engine.TransferEngine"),
-    ("kvtide/transfer/direct.py", "cuda.bindings.driver"),
+    ("kvtide/transfer/copy_engine.py", "cuda.bindings.driver"),
 }
 """Libraries that are optional, or read the environment when they are loaded."""
 NOT_IN_THE_INDEX = {
@@ -393,5 +393,5 @@ def test_triton_is_imported_by_kernels_alone() -> None:
     copies = {PACKAGE / "transfer" / f"{name}.py" for name in ("kernel", "row_kernel")}
     offering = {path for path in MODULES if copies & imported_files(path)}
     assert {path for path in offering if _room(path) == "transfer"} == {
-        PACKAGE / "transfer" / "copy_kernels.py"
+        PACKAGE / "transfer" / "triton_copies.py"
     }

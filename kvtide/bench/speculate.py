@@ -260,9 +260,9 @@ def measure(
     tokens = len(params) * (longest // page + 2) * page
     on, off = (bed.engine(case, tokens, k) for k in (draft_tokens, None))
     try:
-        assert on.acceptance_stats is not None, "an engine with a drafter counts"
+        assert on.accept_length_stats is not None, "an engine with a drafter counts"
         answers = _serve((on, off), params, case.at_once).answers
-        before = on.acceptance_stats.accepted, on.acceptance_stats.rejected
+        before = on.accept_length_stats.accepted, on.accept_length_stats.rejected
         steps_before = _verify_steps(on)
         seconds: list[tuple[float, ...]] = []
         for _ in progress(range(rounds), rounds, case.name):
@@ -270,7 +270,7 @@ def measure(
             assert served.answers == answers, f"{case.name}: an answer differs between rounds"
             seconds.append(served.seconds)
         assert answers[0] == answers[1], f"{case.name}: speculation changed an answer"
-        accepted, rejected = on.acceptance_stats.accepted, on.acceptance_stats.rejected
+        accepted, rejected = on.accept_length_stats.accepted, on.accept_length_stats.rejected
         steps = _verify_steps(on) - steps_before
     finally:
         on.cache.close()
@@ -322,8 +322,8 @@ def row_costs(bed: ModelBed, batch: int, steps: int, progress: Progress) -> Iter
 
 
 def _verify_steps(engine: Engine) -> int:
-    assert engine.acceptance_stats is not None, "an engine with a drafter counts"
-    return sum(counts.total() for counts in engine.acceptance_stats.steps.values())
+    assert engine.accept_length_stats is not None, "an engine with a drafter counts"
+    return sum(counts.total() for counts in engine.accept_length_stats.steps.values())
 
 
 class _Served(NamedTuple):

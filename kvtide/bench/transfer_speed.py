@@ -26,7 +26,7 @@ from kvtide.storage import object_formats
 from kvtide.storage.store import SPACE_BYTES
 from kvtide.tiers import Arrangement, Buffers, Layout
 from kvtide.transfer.backends import CELLS, DEFAULTS, open_copier
-from kvtide.transfer.copier import Copier
+from kvtide.transfer.copy_jobs import Copier
 from kvtide.transfer.host_pages import tails
 from kvtide.transfer.strided import Way
 

@@ -13,7 +13,7 @@ from kvtide.cache.storage_tier import StorageStats
 from kvtide.durations import Durations
 from kvtide.index import Index, Stop
 from kvtide.spec import Tier
-from kvtide.transfer.copier import Issuer
+from kvtide.transfer.copy_jobs import Issuer
 from kvtide.transfer.strided import Way
 from kvtide.transfer.transfers import TransferState
 

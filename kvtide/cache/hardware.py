@@ -25,7 +25,7 @@ from kvtide.tiers import (
     host_arena,
 )
 from kvtide.transfer.backends import open_copier
-from kvtide.transfer.copier import Copier
+from kvtide.transfer.copy_jobs import Copier
 from kvtide.transfer.host_pages import tails
 from kvtide.transfer.peer.tail_rows import TailRows
 from kvtide.transfer.shapes import OtherShapes

@@ -1,8 +1,9 @@
 """Requests in, tokens out: continuous batching over the cache.
 
-`engine`            submit, abort, step; failed loads become recomputes; start here
+`engine`            submit, abort, step; start here
 `request`           a request's parameters, and how far it has come
 `scheduler`         admission, preemption, and the chunks of each step
+`failed_loads`      requests whose prefix cannot be loaded: retracted, to recompute it
 `overlap`           the step after the current one: planned, prepared, launched (a state machine)
 `launch_ahead`      which step that is, and how far it goes while the device computes
 `runner`            a step's chunks through the model, as a CUDA graph or eagerly
@@ -17,9 +18,10 @@
 `text`              from tokens to text, up to a stop string
 `oracle`            checks restored prefixes against recomputation while serving
 `rank_topology`     a rank's stage and tensor rank, and what ranks exchange
-`state_check`       refuses a model with undeclared state; `reachable_tensors` finds its tensors
+`declared_state`    refuses a model with undeclared state
 """
 
+from kvtide.engine.declared_state.state_check import EngineError
 from kvtide.engine.engine import Engine
 from kvtide.engine.rank_topology import RankTopology
 from kvtide.engine.request import (
@@ -33,7 +35,6 @@ from kvtide.engine.request import (
 )
 from kvtide.engine.sampling.sampler import SampledToken
 from kvtide.engine.sampling.sampling_params import SamplingParams
-from kvtide.engine.state_check import EngineError
 from kvtide.engine.updates import Update
 
 __all__ = [

@@ -19,6 +19,8 @@ from torch import Tensor
 
 from kvtide.cache import TieredCache, TransferError
 from kvtide.engine.chunks import ScheduledChunk
+from kvtide.engine.declared_state.state_check import check_declared_state
+from kvtide.engine.failed_loads import FailedLoads
 from kvtide.engine.grammar.grammar_compiler import GrammarCompiler
 from kvtide.engine.grammar.step_masks import StepMasks
 from kvtide.engine.handoff.handoffs import HANDOFF_MIN_TOKENS, Handoffs
@@ -39,17 +41,16 @@ from kvtide.engine.residency.hot_counts import HotPoolCounts
 from kvtide.engine.runner import Runner, StepOutput, score_prompt
 from kvtide.engine.sampling.sampler import SampledToken, SamplingBatch, warm_up_sampling
 from kvtide.engine.scheduler import Scheduler
-from kvtide.engine.speculation.accept_guard import AcceptGuard
-from kvtide.engine.speculation.acceptance_stats import AcceptanceStats
+from kvtide.engine.speculation.accept_length_guard import AcceptLengthGuard
+from kvtide.engine.speculation.accept_length_stats import AcceptLengthStats
+from kvtide.engine.speculation.draft_acceptance import accept_drafts
 from kvtide.engine.speculation.drafter import Drafter
 from kvtide.engine.speculation.speculation import Speculation, VerifiedChunk
 from kvtide.engine.staging import Staging
-from kvtide.engine.state_check import check_declared_state
 from kvtide.engine.updates import Update, append
 from kvtide.index import Prompt
 from kvtide.models import Model
 from kvtide.models.tokenizer import Tokenizer
-from kvtide.spec import Tier
 
 _ALONE = RankTopology()
 DRAFT_TOKENS = 3
@@ -119,7 +120,8 @@ class Engine:
         self.on_waiting: Callable[[], None] = _unnoticed
         self.computes_in_launch = self._staging.device.type == "cpu"
         self.computed, self.token_s = 0, 0.0
-        self._numbers, self._polled = 0, False
+        self._numbers = 0
+        self._failed_loads = FailedLoads(cache, self.scheduler)
 
     @property
     def idle(self) -> bool:
@@ -142,12 +144,12 @@ class Engine:
         return self._runner.hot_counts.last
 
     @property
-    def acceptance_stats(self) -> AcceptanceStats | None:
+    def accept_length_stats(self) -> AcceptLengthStats | None:
         """What verify steps gave; None without speculation."""
         return None if self._speculation is None else self._speculation.lengths
 
     @property
-    def accept_guard(self) -> AcceptGuard | None:
+    def accept_length_guard(self) -> AcceptLengthGuard | None:
         """None without a draft that keeps state in pages."""
         return None if self._speculation is None else self._speculation.guard
 
@@ -193,7 +195,7 @@ class Engine:
 
     def step(self) -> list[Update]:
         """One forward pass over every running request's next tokens."""
-        self._retract(self._failed_loads())
+        self._failed_loads.retract(self._failed_loads.found(self.oracle))
         if first := self._first_of_handoffs():
             return first  # At once: the client need not wait for a step.
         admits_beside = self._ahead.admits_beside
@@ -223,21 +225,6 @@ class Engine:
         return self.cache.prompt(checked.packed, checked.params.namespace)
 
     # -- the parts of a step ----------------------------------------------------------------
-
-    def _failed_loads(self) -> list[Request]:
-        """Requests whose prefix failed to load or is in quarantine: they are to recompute it.
-
-        The cache was polled during the last step, if there was one. Transfers that landed since
-        matter to loading requests, and to waiting ones that could be admitted.
-        """
-        running = self.scheduler.running
-        if not self._polled:
-            self.cache.poll()
-        elif self.scheduler.can_admit or any(request.held.loading for request in running):
-            self.cache.land()
-        self._polled = False
-        failed = [request for request in running if request.held.failed]
-        return [*failed, *(self.oracle.misled(running, failed) if self.oracle else ())]
 
     def _first_of_handoffs(self) -> list[Update]:
         """First tokens that peers have sampled."""
@@ -271,7 +258,8 @@ class Engine:
         try:
             return step.launch()
         except TransferError:
-            self._recompute(step.chunks)
+            self.computed = 0
+            self._failed_loads.recompute([chunk.request for chunk in step.chunks])
             return None
 
     def _overlap_copies(self, chunks: list[ScheduledChunk]) -> None:
@@ -282,23 +270,7 @@ class Engine:
         """
         for chunk in chunks:
             chunk.request.held.join()
-        self.cache.poll()
-        self._polled = True
-
-    def _recompute(self, chunks: list[ScheduledChunk]) -> None:
-        """A prefix failed to load during the step, on any rank: none of its output is used. The
-        requests wait again, and recompute what is not on the device."""
-        self.computed = 0
-        self.cache.poll()
-        self._retract([chunk.request for chunk in chunks])
-
-    def _retract(self, requests: list[Request]) -> None:
-        """Queue them again. After a failed load a request matches the device tier alone, and
-        recomputes the rest."""
-        for request in requests:
-            if request.held.failed:
-                request.slowest_tier, request.reported = Tier.DEVICE, bool(request.output)
-            self.scheduler.retract(request)
+        self._failed_loads.poll()
 
     def _commit(self, chunks: list[ScheduledChunk], output: StepOutput) -> None:
         """Put the computed pages into the cache, and score prompt tokens if asked to.
@@ -383,8 +355,7 @@ class Engine:
         verified = []
         for chunk, tokens in zip(chunks, sampled, strict=True):
             if chunk.drafts:
-                assert self._speculation is not None, "no drafts without speculation"
-                tokens = list(self._speculation.accept_drafts(chunk, tokens))
+                tokens = list(accept_drafts(chunk, tokens))
             chunk.request.drafts = ()  # Verified, or void behind a new token.
             own = append(chunk.request, tokens)
             updates += own
@@ -414,7 +385,7 @@ class Engine:
         """Finish requests that had their last token, and retract those whose states are wrong; the
         others get drafts."""
         ended = self._finish_ended(updates)
-        self._retract(self._ahead.wrong_states)
+        self._failed_loads.retract(self._ahead.wrong_states)
         speculation = self._speculation
         if speculation is None or self.overlap.state is OverlapState.LAUNCHED:
             return

@@ -109,7 +109,7 @@ class App:
         self._settings = settings
         self._name = serving.name
         self._tokenizer = serving.engine.tokenizer
-        self._speculates = serving.engine.acceptance_stats is not None
+        self._speculates = serving.engine.accept_length_stats is not None
         self._parser = RequestParser(
             serving.engine,
             serving.name,

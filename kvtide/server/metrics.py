@@ -19,8 +19,8 @@ from kvtide.engine.grammar.step_masks import StepMasks
 from kvtide.engine.oracle import Checks, Oracle
 from kvtide.engine.request import Activity
 from kvtide.engine.scheduler import Scheduler
-from kvtide.engine.speculation.accept_guard import AcceptGuard
-from kvtide.engine.speculation.acceptance_stats import AcceptanceStats
+from kvtide.engine.speculation.accept_length_guard import AcceptLengthGuard
+from kvtide.engine.speculation.accept_length_stats import AcceptLengthStats
 from kvtide.engine.speculation.speculation import MAX_DRAFTS
 from kvtide.server.handoff.handoff_metrics import handoff_metrics
 from kvtide.server.handoff.server_handoff import ServerHandoff
@@ -117,9 +117,9 @@ class _StateCollector:
         yield _gauge("kvtide_transfers_overdue", "Transfers past their deadline.", stats.overdue)
         yield from _checks(self._engine.oracle)
         yield from _masks(self._engine.masks)
-        if (lengths := self._engine.acceptance_stats) is not None:
+        if (lengths := self._engine.accept_length_stats) is not None:
             yield from _drafts(lengths)
-        if (guard := self._engine.accept_guard) is not None:
+        if (guard := self._engine.accept_length_guard) is not None:
             yield from _alarms(guard)
             yield _supplements(stats, self._engine.cache.memory)
         yield from _pages(stats, self._engine.cache.memory)
@@ -170,7 +170,7 @@ def _masks(masks: StepMasks) -> Iterable[Metric]:
     yield from (steps, seconds)
 
 
-def _drafts(lengths: AcceptanceStats) -> Iterable[Metric]:
+def _drafts(lengths: AcceptLengthStats) -> Iterable[Metric]:
     accepted = HistogramMetricFamily(
         "kvtide_accept_length",
         "Tokens that a verify step gave, by the slowest tier of the request's prefix.",
@@ -190,7 +190,7 @@ def _drafts(lengths: AcceptanceStats) -> Iterable[Metric]:
     yield drafts
 
 
-def _alarms(guard: AcceptGuard) -> Iterable[Metric]:
+def _alarms(guard: AcceptLengthGuard) -> Iterable[Metric]:
     alarms = CounterMetricFamily(
         "kvtide_accept_length_alarms",
         "Times that restored prefixes began to accept less than 0.9 of what computed ones do.",

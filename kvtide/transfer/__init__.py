@@ -1,13 +1,13 @@
 """Bytes in flight: between the device and the host, and between the host and a store.
 
 `transfers`         PLANNED → RESERVED → IN_FLIGHT → LANDED | FAILED, and all that are not over
-`copier`            from moves to strided copies, in groups of layers
+`copy_jobs`         from page moves to strided copies, in groups of layers
 `lane`              one direction of the link: a supervised thread, jobs and tickets
 `timeline`          the order of work on the device: streams and events, or nothing
 `strided`           the one copy primitive, and the backend of a CPU (`Reference`)
 `backends`          which backend and host layout work where
-`kernel`, `direct`, `auto`   the backends of a GPU
-`copy_kernels`      kernels that copy, where Triton is installed
+`copy_engine`, `copy_kernel`, `auto`   the backends of a GPU
+`triton_copies`     imports kernels that copy, where Triton is installed
 `store_link`        a store's thread pools: look-ups, reads and writes beside the engine
 `storage_requests`  what was asked of a store, and how far it has come
 `host_pages`        host pages as the objects that a store keeps

@@ -15,13 +15,13 @@ import numpy as np
 import torch
 
 from kvtide.tiers.buffers import Buffers
-from kvtide.transfer.copy_kernels import strided_kernel
-from kvtide.transfer.direct import Direct
+from kvtide.transfer.copy_engine import Direct
 from kvtide.transfer.lane import Backend
 from kvtide.transfer.strided import PieceTable, Strided, Way
+from kvtide.transfer.triton_copies import strided_kernel
 
 LENGTHS_BYTES = (2048, 8192, 32768, 65536, 131072, 196608, 262144, 524288)
-"""Among them what a group of a large model's layers brings per page (`copier.GROUP_PAGE_BYTES`)."""
+"""Among them what a group of a large model's layers brings (`copy_jobs.GROUP_PAGE_BYTES`)."""
 NEARLY_EVEN = 0.85
 _MAX_RUNS = 256
 _TIMED_BYTES = 256 << 20

@@ -21,12 +21,12 @@ from kvtide.tiers.arena import TierError
 from kvtide.tiers.buffers import Buffers
 from kvtide.tiers.layout import Layout
 from kvtide.transfer.auto import measured_auto
-from kvtide.transfer.copier import Copier
-from kvtide.transfer.copy_kernels import strided_kernel
-from kvtide.transfer.direct import Direct
+from kvtide.transfer.copy_engine import Direct
+from kvtide.transfer.copy_jobs import Copier
 from kvtide.transfer.lane import Backend, Lane
 from kvtide.transfer.strided import Reference, Way
 from kvtide.transfer.timeline import CudaTimeline, HostTimeline
+from kvtide.transfer.triton_copies import strided_kernel
 
 ANY = frozenset(Layout)
 

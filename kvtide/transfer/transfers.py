@@ -14,7 +14,7 @@ from enum import Enum, IntEnum
 from typing import Generic, TypeVar
 
 from kvtide.spec import PageMove
-from kvtide.transfer.copier import Copier
+from kvtide.transfer.copy_jobs import Copier
 from kvtide.transfer.lane import Ticket
 from kvtide.transfer.strided import Way
 from kvtide.transfer.timeline import Event

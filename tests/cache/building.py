@@ -29,7 +29,7 @@ from kvtide.spec import ModelMemory, PoolSpec, Slots, Tier
 from kvtide.testing.faults import FaultError, FaultyBackend
 from kvtide.testing.hand_run import HandRunLane
 from kvtide.tiers import Arrangement, Buffers, Layout
-from kvtide.transfer.copier import Copier, Issuer
+from kvtide.transfer.copy_jobs import Copier, Issuer
 from kvtide.transfer.lane import Job, Ticket
 from kvtide.transfer.peer.tail_rows import TailRows
 from kvtide.transfer.strided import Reference, Way

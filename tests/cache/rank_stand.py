@@ -29,7 +29,7 @@ from kvtide.cache.storage_tier import AttachmentState
 from kvtide.index import Placement, Prompt
 from kvtide.spec import DType, Entry, Field, ModelMemory, PoolSpec, Reuse
 from kvtide.testing.faults import FaultyBackend
-from kvtide.transfer.copier import Copier
+from kvtide.transfer.copy_jobs import Copier
 from kvtide.transfer.lane import Lane
 from kvtide.transfer.strided import Reference, Way
 from kvtide.transfer.timeline import HostTimeline

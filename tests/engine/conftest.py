@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kvtide.engine import engine
-from kvtide.engine.state_check import check_declared_state
+from kvtide.engine.declared_state.state_check import check_declared_state
 from kvtide.models import Model
 from kvtide.models.draft import DraftModel
 from tests.engine.restoring import SHARED

@@ -37,7 +37,7 @@ from kvtide.spec.residency import Residency
 from kvtide.storage import open_store
 from kvtide.testing.faults import FaultyBackend
 from kvtide.testing.faulty_store import Draw, Fault, FaultyStore
-from kvtide.transfer.copier import Copier
+from kvtide.transfer.copy_jobs import Copier
 from kvtide.transfer.lane import Lane
 from kvtide.transfer.strided import Reference, Way
 from kvtide.transfer.timeline import HostTimeline

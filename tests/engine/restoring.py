@@ -38,7 +38,7 @@ from kvtide.spec.families import KVDType, declare
 from kvtide.spec.residency import Residency
 from kvtide.testing.naive import NaiveIndex
 from kvtide.tiers import Arrangement, Buffers, HotBuffers, Layout, capacity_pages
-from kvtide.transfer.copier import Copier
+from kvtide.transfer.copy_jobs import Copier
 from kvtide.transfer.strided import Way
 from kvtide.transfer.timeline import HostTimeline
 from kvtide.transfer.transfers import TransferState

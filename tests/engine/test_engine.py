@@ -45,7 +45,7 @@ from kvtide.models.draft import CapturedStates
 from kvtide.spec import DType, Entry, Field, ModelMemory, PoolSpec, Tier
 from kvtide.testing.faults import FaultyBackend
 from kvtide.tiers import Arrangement, Buffers, Layout
-from kvtide.transfer.copier import Copier
+from kvtide.transfer.copy_jobs import Copier
 from kvtide.transfer.lane import Lane
 from kvtide.transfer.strided import Reference, Way
 from kvtide.transfer.timeline import HostTimeline
@@ -992,6 +992,6 @@ def test_a_prepared_step_is_not_launched_for_others(stand):
     assert stopping.finish is Finish.STOP and right(stopping)
     at.engine.abort(others[0])
     at.step()
-    at.engine._retract([others[1]])
+    at.engine.scheduler.retract(others[1])
     at.finish()
     assert right(others[0]) and complete(*others[1:])

@@ -33,7 +33,7 @@ from kvtide.engine.scheduler import Scheduler
 from kvtide.engine.speculation.drafter import DraftWish, TokenDrafter, UnreadDrafts
 from kvtide.layers import Step
 from kvtide.spec import PageMove
-from kvtide.transfer.copier import Copier
+from kvtide.transfer.copy_jobs import Copier
 from kvtide.transfer.lane import Ticket
 from kvtide.transfer.strided import Way
 from kvtide.transfer.timeline import HostTimeline
@@ -328,7 +328,7 @@ def test_verify_steps_are_launched_on_drafts_that_the_host_has_not_read(
         states.add(at.engine.overlap.state)
     assert complete(*requests) and not watch.met
     assert OverlapState.LAUNCHED in states
-    lengths = at.engine.acceptance_stats
+    lengths = at.engine.accept_length_stats
     assert lengths is not None
     assert (lengths.accepted > 0, lengths.rejected > 0) == (right, not right)
     at.end()

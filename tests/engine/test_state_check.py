@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kvtide.cache import CacheConfig, TieredCache, Tokens
 from kvtide.engine import Engine, EngineError
-from kvtide.engine.state_check import check_declared_state
+from kvtide.engine.declared_state.state_check import check_declared_state
 from kvtide.layers import Place, Step
 from kvtide.layers.reference.kv_write import kv_write
 from kvtide.models import Model

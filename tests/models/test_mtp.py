@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from kvtide.engine import EngineError
-from kvtide.engine.state_check import check_declared_state
+from kvtide.engine.declared_state.state_check import check_declared_state
 from kvtide.layers import Rows, Step
 from kvtide.layers.backend.triton_ops import TritonOps
 from kvtide.layers.tensor_ranks import TensorRanks

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvtide.engine.reachable_tensors import tensors
+from kvtide.engine.declared_state.reachable_tensors import tensors
 from kvtide.layers.tensor_ranks import TensorRanks
 from kvtide.models import build
 from kvtide.spec import SpecError

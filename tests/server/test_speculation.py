@@ -15,7 +15,7 @@ import tokenizers
 import torch
 from safetensors.torch import save_file
 
-from kvtide.engine.speculation.acceptance_stats import PrefixOrigin
+from kvtide.engine.speculation.accept_length_stats import PrefixOrigin
 from kvtide.models.model_errors import CheckpointError
 from kvtide.server import setting_sources
 from kvtide.server.setting_values import SettingsError
@@ -84,7 +84,7 @@ def test_ngram_changes_no_answer(serve: Serve, plain: list[Any], drafts: int) ->
     server = serve(speculate="ngram", draft_tokens=drafts, deterministic=True)
     for body, expected in zip(BODIES, plain, strict=True):
         assert choices_of(ask(server.client, body)) == choices_of(expected)
-    lengths = server.engine.acceptance_stats
+    lengths = server.engine.accept_length_stats
     assert lengths is not None and lengths.accepted and lengths.rejected
     server.settled()
 
@@ -99,7 +99,7 @@ def test_a_draft_model_changes_no_answer(
     for _ in range(2):  # The second time from cached pages.
         for body, expected in zip(BODIES, plain, strict=True):
             assert choices_of(ask(server.client, body)) == choices_of(expected)
-    lengths = server.engine.acceptance_stats
+    lengths = server.engine.accept_length_stats
     assert lengths is not None and lengths.rejected
     server.settled()
 
@@ -139,7 +139,7 @@ def test_usage_counts_drafts_where_a_server_speculates(serve: Serve, client: Cli
     server = serve(speculate="ngram")
     details = ask(server.client, {"temperature": 0}, return_cached_tokens_details=True)["usage"]
     counted = details["completion_tokens_details"]
-    lengths = server.engine.acceptance_stats
+    lengths = server.engine.accept_length_stats
     assert lengths is not None
     assert counted == {
         "accepted_prediction_tokens": lengths.accepted,
@@ -163,7 +163,7 @@ def test_a_request_may_do_without(serve: Serve) -> None:
     }
     assert usage["speculation"] == {"verify_steps": 0, "accept_length": None}
     server.client.chat("the cat the cat", max_tokens=8, speculate=False)
-    lengths = server.engine.acceptance_stats
+    lengths = server.engine.accept_length_stats
     assert lengths is not None and lengths.accepted + lengths.rejected == 0
     ask(server.client, body, speculate=True)
     assert lengths.accepted > 0
@@ -183,7 +183,7 @@ def test_metrics_count_verify_steps_by_origin(serve: Serve, draft: Path, client:
     for _ in range(2):
         ask(server.client, {"temperature": 0})
     found = metrics(server.client)
-    lengths = server.engine.acceptance_stats
+    lengths = server.engine.accept_length_stats
     assert lengths is not None
     for origin, steps in lengths.steps.items():
         label = f'{{origin="{origin.value}"}}'

@@ -337,7 +337,7 @@ def test_the_default_model_answers_by_a_schema_with_and_without_drafts(smollm2: 
     drafted = smollm2.client.chat(QUESTION, **fields)["choices"][0]
     assert drafted["finish_reason"] == "stop"
     check(drafted["message"]["content"], NAMED)
-    lengths = smollm2.engine.acceptance_stats
+    lengths = smollm2.engine.accept_length_stats
     assert lengths is not None and lengths.accepted > 0
     plain = smollm2.client.chat(QUESTION, **fields, speculate=False)["choices"][0]
     assert plain["message"] == drafted["message"]

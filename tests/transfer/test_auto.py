@@ -13,8 +13,8 @@ from kvtide.tiers.layout import Layout, Piece
 from kvtide.transfer import auto
 from kvtide.transfer.auto import LENGTHS_BYTES, Auto, LinkMeasurement, measure, shortest_direct
 from kvtide.transfer.backends import open_backend
-from kvtide.transfer.copier import Copier
-from kvtide.transfer.kernel import Kernel
+from kvtide.transfer.copy_jobs import Copier
+from kvtide.transfer.copy_kernel import Kernel
 from kvtide.transfer.lane import Backend, Lane
 from kvtide.transfer.strided import Reference, Strided, Way, runs
 from kvtide.transfer.timeline import CudaTimeline, HostTimeline

@@ -12,9 +12,9 @@ import torch
 from kvtide.cache import CacheConfig, Tokens
 from kvtide.tiers.arena import TierError
 from kvtide.tiers.layout import Layout, Piece
-from kvtide.transfer import backends, direct
+from kvtide.transfer import backends, copy_engine
 from kvtide.transfer.backends import CELLS, DEFAULTS, check, open_backend, open_copier
-from kvtide.transfer.direct import (
+from kvtide.transfer.copy_engine import (
     MAX_COPIES,
     MAX_IN_FLIGHT,
     Direct,
@@ -167,7 +167,7 @@ class FakeStream:
 
 
 def direct_over(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> Direct:
-    monkeypatch.setattr(direct, "_driver_calls", lambda: (driver, lambda: None))
+    monkeypatch.setattr(copy_engine, "_driver_calls", lambda: (driver, lambda: None))
     monkeypatch.setattr(torch.cuda, "current_stream", FakeStream)
     monkeypatch.setattr(torch.cuda, "Event", driver.event)
     return Direct()

@@ -19,8 +19,8 @@ from kvtide.spec import PageMove, Slots, Tier
 from kvtide.spec.families import supported
 from kvtide.tiers.layout import Layout
 from kvtide.transfer.backends import CELLS, open_copier
-from kvtide.transfer.copier import Copier
-from kvtide.transfer.kernel import Kernel
+from kvtide.transfer.copy_jobs import Copier
+from kvtide.transfer.copy_kernel import Kernel
 from kvtide.transfer.lane import Lane
 from kvtide.transfer.strided import Way
 from kvtide.transfer.timeline import HostTimeline

@@ -12,7 +12,7 @@ import torch
 
 from kvtide.testing.faults import FaultError, FaultyBackend
 from kvtide.tiers.layout import Piece
-from kvtide.transfer.kernel import Kernel
+from kvtide.transfer.copy_kernel import Kernel
 from kvtide.transfer.lane import Backend, Job, Lane, Ticket, TransferError
 from kvtide.transfer.strided import Reference, Strided
 from kvtide.transfer.timeline import CudaTimeline, HostTimeline, Timeline

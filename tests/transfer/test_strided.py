@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from kvtide.spec import Tier
 from kvtide.tiers.buffers import Buffers
 from kvtide.tiers.layout import Arrangement, Layout, Piece, pieces
-from kvtide.transfer.kernel import CHUNK_BYTES, Kernel, page_copy
+from kvtide.transfer.copy_kernel import CHUNK_BYTES, Kernel, page_copy
 from kvtide.transfer.lane import Backend
 from kvtide.transfer.strided import PieceTable, Reference, Runs, Strided, Way, runs
 from tests.transfer.memories import MEMORIES, Origins, Sketch, random_bytes

@@ -292,7 +292,7 @@ class Pair:
 
     def counts(self) -> tuple[int, int, int]:
         """Drafts accepted and rejected, and verified chunks, so far."""
-        lengths = self.on.acceptance_stats
+        lengths = self.on.accept_length_stats
         assert lengths is not None, "an engine with a drafter counts"
         verified = sum(counts.total() for counts in lengths.steps.values())
         return lengths.accepted, lengths.rejected, verified

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from kvtide.tiers import device_arena
-from kvtide.transfer.direct import MAX_COPIES, BatchedCopies
+from kvtide.transfer.copy_engine import MAX_COPIES, BatchedCopies
 from kvtide.transfer.peer.transport import (
     Column,
     Descriptor,

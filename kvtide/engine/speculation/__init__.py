@@ -15,8 +15,9 @@ engine without speculation, at any temperature.
 `draft_graphs`    the passes of a draft model as CUDA graphs
 `draft_length`    how many drafts a request gets
 `round_prices`    what a round costs on this device, measured in the engine's steps
+`draft_acceptance`   drafted tokens are compared with sampled ones, on the host or on the device
 `saved_states`    recurrent states as they were before the drafts
-`acceptance_stats`  what verify steps gave, by the origin of a prefix
-`accept_guard`    warns of origins whose prefixes are accepted less
+`accept_length_stats`   what verify steps gave, by the origin of a prefix
+`accept_length_guard`   warns of origins whose drafts are accepted less
 `speculation`     the parts together, as the engine calls them
 """

@@ -1,9 +1,9 @@
 """Speculation as the engine calls it.
 
 before           keeps the states that a step's drafts change
-accept_drafts    compares drafts with sampled tokens, on the host; behind a verify step that the
-                 host has yet to read, the device does it (`unread`)
-commit_verified  ends a request's computed tokens where acceptance ended, and puts states back
+unread           what the device accepts by itself, behind a step that the host has yet to read
+commit_verified  ends a request's computed tokens where acceptance ended (`draft_acceptance`), and
+                 puts states back
 extend, propose  draft for the next step; `draft_behind` does before the host has read this one
 """
 
@@ -24,11 +24,11 @@ from kvtide.engine.chunks import PlannedStep, ScheduledChunk, unread_draft
 from kvtide.engine.grammar.step_masks import cut_drafts
 from kvtide.engine.graphs.graph_capture import GraphCapture
 from kvtide.engine.request import Request
-from kvtide.engine.runner import StepOutput, UnreadTokens
-from kvtide.engine.sampling.sampler import SampledToken
+from kvtide.engine.runner import StepOutput
 from kvtide.engine.scheduler import Scheduler
-from kvtide.engine.speculation.accept_guard import AcceptGuard
-from kvtide.engine.speculation.acceptance_stats import AcceptanceStats
+from kvtide.engine.speculation.accept_length_guard import AcceptLengthGuard
+from kvtide.engine.speculation.accept_length_stats import AcceptLengthStats
+from kvtide.engine.speculation.draft_acceptance import accepted_on_device
 from kvtide.engine.speculation.draft_length import DraftLength
 from kvtide.engine.speculation.drafter import (
     Drafter,
@@ -80,8 +80,8 @@ class Speculation:
         fixed_drafts: bool = False,
     ) -> None:
         assert 1 <= draft_tokens <= MAX_DRAFTS, f"{draft_tokens} drafts; use 1 to {MAX_DRAFTS}"
-        self.lengths = AcceptanceStats()
-        self.guard = AcceptGuard(drafter.writes) if drafter.writes else None
+        self.lengths = AcceptLengthStats()
+        self.guard = AcceptLengthGuard(drafter.writes) if drafter.writes else None
         self._scheduler = scheduler
         self._drafter = drafter
         self._states = SavedStates(cache)
@@ -127,19 +127,6 @@ class Speculation:
     def before(self, chunks: Sequence[ScheduledChunk]) -> None:
         """A step is about to run: keep the states that its drafts change."""
         self._states.save([chunk.request for chunk in chunks if chunk.drafts])
-
-    def accept_drafts(
-        self, chunk: ScheduledChunk, sampled: Sequence[SampledToken]
-    ) -> Sequence[SampledToken]:
-        """The sampled tokens up to the first that was not drafted.
-
-        `sampled` has the token after the chunk's last one, and one after every draft, or after the
-        first ones.
-        """
-        count, max_accepted = 0, min(len(chunk.drafts), len(sampled) - 1)
-        while count < max_accepted and sampled[count].token == chunk.drafts[count]:
-            count += 1
-        return sampled[: count + 1]
 
     def commit_verified(self, chunks: Sequence[VerifiedChunk]) -> None:
         """These chunks' drafts are verified: the requests' computed tokens end with the last
@@ -248,7 +235,9 @@ class Speculation:
         self, chunks: Sequence[ScheduledChunk], output: StepOutput, tokens: Tensor
     ) -> UnreadStep:
         """A verify step of these chunks, of whose sampled `tokens` the device accepts by itself."""
-        return UnreadStep(chunks, output, self._accepted_on_device(chunks, tokens))
+        longest = self._draft_length.longest
+        accepted = accepted_on_device(chunks, tokens, longest, self._staging)
+        return UnreadStep(chunks, output, accepted)
 
     def draft_behind(
         self, step: UnreadStep, planned: PlannedStep
@@ -282,21 +271,6 @@ class Speculation:
     def wanted_behind(self, request: Request) -> int:
         """The same before the outcome of its present drafts is known: a trial is not repeated."""
         return self._draft_length.paying(request) if request.params.speculate else 0
-
-    def _accepted_on_device(self, chunks: Sequence[ScheduledChunk], tokens: Tensor) -> UnreadTokens:
-        """As `accept_drafts` does on the host."""
-        longest = self._draft_length.longest
-        table = np.full((len(chunks), 1 + longest), -1)
-        counts = [1 + len(chunk.drafts) for chunk in chunks]
-        table[:, 0] = np.cumsum(counts) - counts
-        for row, chunk in zip(table, chunks, strict=True):
-            row[1 : 1 + len(chunk.drafts)] = chunk.drafts
-        (there,) = self._staging.to_device(table)
-        places = there[:, :1] + torch.arange(longest, device=there.device)
-        same = tokens[places.clamp(max=len(tokens) - 1)] == there[:, 1:]
-        accepted = same.int().cumprod(1).sum(1).int()
-        firsts = dict(zip((c.request for c in chunks), table[:, 0].tolist(), strict=True))
-        return UnreadTokens(tokens, firsts, accepted)
 
     def take_unread(self) -> Tensor | None:
         """Give the requests `unread_draft`s of this tensor on the device, for a step that is

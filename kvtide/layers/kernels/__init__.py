@@ -1,6 +1,6 @@
 """Triton kernels of the layers. A kernel and its torch reference have the same file name, if any.
 
-Triton is imported in this folder and in `transfer/kernel.py` alone: only a CUDA device needs it.
+Triton is imported here and by the kernels that copy in `transfer`: only a CUDA device needs it.
 `layers/backend/triton_ops.py` offers the kernels to layers, and `layers/backend/choice.py` decides
 by device. All kernels also run in Triton's interpreter on a CPU, where tests compare them with the
 torch reference.

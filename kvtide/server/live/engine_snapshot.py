@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from kvtide.cache import Stats, StorageStats
 from kvtide.engine import Engine, Request
-from kvtide.engine.speculation.acceptance_stats import PrefixOrigin
+from kvtide.engine.speculation.accept_length_stats import PrefixOrigin
 from kvtide.index import IndexLease, TreeBranch, TreeSurvey
 from kvtide.server.live.request_rows import MAX_MISSES, miss_row, request_rows
 from kvtide.spec import Tier
@@ -215,7 +215,7 @@ def _checks(engine: Engine) -> Json | None:
 
 def _speculation(engine: Engine) -> Json | None:
     """Tokens per verify step, by the origin of the prefix; None without speculation."""
-    lengths, guard = engine.acceptance_stats, engine.accept_guard
+    lengths, guard = engine.accept_length_stats, engine.accept_length_guard
     if lengths is None:
         return None
     return {

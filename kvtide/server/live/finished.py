@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from kvtide.engine import Request
-from kvtide.engine.speculation.acceptance_stats import PrefixOrigin
+from kvtide.engine.speculation.accept_length_stats import PrefixOrigin
 from kvtide.server.live.request_rows import MAX_MISSES, miss_row
 from kvtide.server.rate_estimate import RateEstimate
 from kvtide.server.service import ResponseStream

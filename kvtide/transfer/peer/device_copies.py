@@ -1,7 +1,7 @@
 """Copies from a GPU into mapped host memory, without a wait.
 
 Long rows go through its copy engine. Few of them are in flight at a time: a driver whose queue is
-full blocks the calling thread, and with it all others that use the device (`transfer/direct.py`).
+full blocks the calling thread, and with it all others that use the device (`copy_engine`).
 A copy costs the engine about as much as 64 KB, so one kernel copies all short rows of a batch.
 """
 
@@ -14,10 +14,10 @@ from typing import Protocol
 
 import torch
 
-from kvtide.transfer.copy_kernels import row_kernel
-from kvtide.transfer.direct import MAX_COPIES, BatchedCopies, DirectUnavailableError
+from kvtide.transfer.copy_engine import MAX_COPIES, BatchedCopies, DirectUnavailableError
 from kvtide.transfer.peer.cpu_copies import joined
 from kvtide.transfer.peer.transport import Column, TransportError, TransportUnavailableError
+from kvtide.transfer.triton_copies import row_kernel
 
 MAX_IN_FLIGHT = 512
 """Copies handed over and not done, of all writes together: enough for the time between polls."""

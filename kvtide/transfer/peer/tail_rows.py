@@ -16,8 +16,8 @@ from kvtide.spec import ModelMemory, Tier
 from kvtide.tiers.arena import Arena, host_arena
 from kvtide.tiers.buffers import Buffers
 from kvtide.tiers.layout import Arrangement, Layout, pieces
-from kvtide.transfer.copy_kernels import PageCopy, page_copy
 from kvtide.transfer.strided import PieceTable, Reference, Strided, Way
+from kvtide.transfer.triton_copies import PageCopy, page_copy
 
 
 class TailRows:

@@ -186,7 +186,7 @@ def test_a_batch_gives_the_texts_of_requests_alone(
     assert check_texts(running) > 0
     assert (OverlapState.LAUNCHED in states) == launches
     if options.get("drafter"):
-        assert engine.acceptance_stats is not None and engine.acceptance_stats.accepted > 0
+        assert engine.accept_length_stats is not None and engine.accept_length_stats.accepted > 0
 
 
 def test_drafts_that_a_grammar_refuses_are_not_verified() -> None:

@@ -312,7 +312,7 @@ def test_drafts_of_tokens_alone_need_nothing_of_the_peer(drafter: str) -> None:
         request = pair.answer(prompt, ANSWER)
         assert tokens_of(request) == answers[prompt]
         assert request.handoff is not None and request.handoff.first == request.output[0]
-    lengths = pair.decode.acceptance_stats
+    lengths = pair.decode.accept_length_stats
     assert lengths is not None and (drafter == "ngram" or request.verify_steps)
     pair.settle()
     pair.close()

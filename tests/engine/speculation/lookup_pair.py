@@ -14,7 +14,7 @@ from pathlib import Path
 
 from kvtide.cache import CacheConfig, FetchPatience, TieredCache, Tokens
 from kvtide.engine import Engine, Request, RequestParams
-from kvtide.engine.speculation.acceptance_stats import PrefixOrigin
+from kvtide.engine.speculation.accept_length_stats import PrefixOrigin
 from kvtide.engine.speculation.model_drafter import ModelDrafter
 from kvtide.models import build
 from kvtide.models.checkpoint import open_checkpoint

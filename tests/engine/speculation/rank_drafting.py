@@ -87,7 +87,7 @@ class Life:
             draft_tokens=3,
             fixed_drafts=True,
         )
-        guard, pools = self._engine.accept_guard, None if kind == "ngram" else ("draft",)
+        guard, pools = self._engine.accept_length_guard, None if kind == "ngram" else ("draft",)
         assert (None if guard is None else guard.pools) == pools
 
     def answers(self, tier: Tier | None) -> Outputs:

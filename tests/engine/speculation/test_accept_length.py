@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from kvtide.engine import Request
-from kvtide.engine.speculation.acceptance_stats import PrefixOrigin
+from kvtide.engine.speculation.accept_length_stats import PrefixOrigin
 from kvtide.spec import Tier
 from tests.data.lookup_task import repetitive_walk
 from tests.engine.speculation.lookup_pair import ANSWER, PAGE, LookupServer, alone, walks

@@ -64,4 +64,4 @@ def test_graphs_verify_and_draft_as_eager_steps_do(
     assert outputs[0] == outputs[1] and [len(one) for one in outputs[0]] == [ANSWER] * 2
     assert kinds[0] == {"eager"} and "verify_graph" in kinds[1]
     assert drafter.compared >= 4 and drafter.behind >= 2
-    assert engine.acceptance_stats is not None and engine.acceptance_stats.accepted >= 4
+    assert engine.accept_length_stats is not None and engine.accept_length_stats.accepted >= 4

@@ -21,7 +21,7 @@ import pytest
 
 from kvtide.cache import TieredCache
 from kvtide.engine import Finish, Request, RequestParams
-from kvtide.engine.speculation.acceptance_stats import PrefixOrigin
+from kvtide.engine.speculation.accept_length_stats import PrefixOrigin
 from kvtide.spec import Tier
 from tests.engine.speculation.lookup_pair import ANSWER, PAGE, LookupServer, alone, walks
 

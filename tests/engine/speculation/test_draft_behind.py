@@ -3,21 +3,12 @@ slots, and the acceptance on the device."""
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import Any
-
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from kvtide.cache import CacheConfig, TieredCache, Tokens
 from kvtide.engine.chunks import ScheduledChunk
 from kvtide.engine.runner import UnreadTokens
 from kvtide.engine.sampling.sampler import SampledToken
-from kvtide.engine.speculation.drafter import TokenDrafter
-from kvtide.engine.speculation.speculation import Speculation
-from kvtide.engine.staging import Staging
 from kvtide.spec import ModelMemory
 from tests.cache.memories import DRAFTED, FULL, PAGE, RECURRENT, WINDOW
 from tests.engine.desk import Desk
@@ -123,35 +114,3 @@ def test_the_host_reads_first_where_other_requests_may_be_in_the_step(why: str) 
         at.queue(1, answer=4)
     assert at.scheduler.plan_behind(chunks, lambda request: 3) is None
     at.end()
-
-
-# -- acceptance ---------------------------------------------------------------------------------
-
-
-@settings(deadline=None)
-@given(
-    st.lists(
-        st.tuples(st.lists(st.integers(0, 2), max_size=4), st.lists(st.integers(0, 2), max_size=4)),
-        min_size=1,
-        max_size=6,
-    )
-)
-def test_the_device_accepts_what_the_host_does(rows: list[tuple[list[int], list[int]]]) -> None:
-    cache = TieredCache(FULL, CacheConfig(Tokens(PAGE), host_size=None))
-    drafter, hidden = TokenDrafter(), torch.zeros(1, 8)
-    speculation = Speculation(cache, None, drafter, hidden, 4)  # type: ignore[arg-type]
-    chunks: list[Any] = []
-    sampled: list[list[SampledToken]] = []
-    for drafts, tokens in rows:
-        chunks.append(SimpleNamespace(request=object(), drafts=tuple(drafts)))
-        given_tokens = [*tokens, 0, 0, 0, 0, 0][: len(drafts) + 1]
-        sampled.append([SampledToken(token, 0.0) for token in given_tokens])
-    flat = torch.tensor([one.token for each in sampled for one in each])
-    unread = speculation._accepted_on_device(chunks, flat)
-    host = [speculation.accept_drafts(c, s) for c, s in zip(chunks, sampled, strict=True)]
-    assert unread.accepted.tolist() == [len(each) - 1 for each in host]
-    order = [chunk.request for chunk in reversed(chunks)]
-    last, accepted = unread.of(order, Staging(CPU))
-    assert last.tolist() == [each[-1].token for each in reversed(host)]
-    assert accepted.tolist() == [len(each) - 1 for each in reversed(host)]
-    cache.close()

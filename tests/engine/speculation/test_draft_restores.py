@@ -15,7 +15,7 @@ import pytest
 
 from kvtide.cache import CacheConfig, FetchPatience, TieredCache, Tokens
 from kvtide.engine import Engine, Request, RequestParams, SamplingParams
-from kvtide.engine.speculation.acceptance_stats import PrefixOrigin
+from kvtide.engine.speculation.accept_length_stats import PrefixOrigin
 from kvtide.engine.speculation.model_drafter import ModelDrafter
 from kvtide.models import build
 from kvtide.models.draft import DraftModel
@@ -152,7 +152,7 @@ def test_drafts_are_the_same_after_a_restart(pair: Pair, tmp_path: Path) -> None
         if len(outputs) == 2:
             assert bed.drafter.compared > 0, "drafts of before the restart"
         if draft == b"second":
-            lengths = bed.engine.acceptance_stats
+            lengths = bed.engine.accept_length_stats
             assert lengths is not None and lengths.steps[PrefixOrigin.STORAGE]
             assert not bed.carried(asked)
         bed.cache.close()

@@ -281,7 +281,7 @@ class Run:
                 assert request.finish is wanted.finish
                 assert request.text is not None and wanted.text is not None
                 assert request.text.stopped == wanted.text.stopped
-        lengths = self.engine.acceptance_stats
+        lengths = self.engine.accept_length_stats
         assert lengths is not None and lengths.accepted > 0
         assert self.oracle is None or self.oracle.counts.diverged == 0
         assert self.cache.drain(20) and self.cache.validate() == []

@@ -144,7 +144,7 @@ def test_graphs_accept_as_many_drafts_as_eager_steps(
         while not engine.idle:
             engine.step()
             assert cache.validate() == []
-        counts = engine.acceptance_stats
+        counts = engine.accept_length_stats
         assert counts is not None
         rates.append(counts.accepted / (counts.accepted + counts.rejected))
         behind.append(drafter.behind)

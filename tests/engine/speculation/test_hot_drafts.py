@@ -78,7 +78,7 @@ def test_drafts_change_no_bit(model: str, room: int, errors: float, swaps: list[
             assert tuple(request.output) == wanted
         stand.settle()
         stand.cache.flush(Tier.DEVICE)
-    lengths = stand.engine.acceptance_stats
+    lengths = stand.engine.accept_length_stats
     assert lengths is not None and lengths.rejected and bool(lengths.accepted) == (errors < 1)
     assert stand.loads and any(request.by_tier for request in requests)
     check_swaps(swaps, FAMILIES[model])

@@ -68,7 +68,7 @@ def test_nothing_leaks(name: str, requests: int) -> None:
         elif running and rng.random() < 0.1:
             engine.scheduler.retract(rng.choice(running))
     assert ended == requests
-    lengths = engine.acceptance_stats
+    lengths = engine.accept_length_stats
     assert lengths is not None and lengths.accepted > 4 * requests > 0 < lengths.rejected
     assert cache.drain(10) and cache.validate() == [] and not cache.index.leases
     for tier in (Tier.DEVICE, Tier.HOST):

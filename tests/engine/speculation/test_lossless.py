@@ -74,7 +74,7 @@ def serve(family: str, sampling: SamplingParams, errors: float, drafts: int, chu
 @pytest.mark.parametrize("family", ALL_NAMES)
 def test_every_family_answers_as_without(family: str) -> None:
     stand = serve(family, SAMPLED, errors=0.25, drafts=5, chunk=64)
-    lengths = stand.engine.acceptance_stats
+    lengths = stand.engine.accept_length_stats
     assert lengths is not None and lengths.accepted and lengths.rejected
     assert stand.loads and stand.found[Tier.HOST]
     stand.end()
@@ -89,7 +89,7 @@ def test_every_family_answers_as_without_after_a_restart(family: str, tmp_path: 
         drafting = drafted(family, asked, SAMPLED, errors=0.25, n=5)
         life = Life(family, past, chunk_tokens=64, **drafting)
         answered = answer_all(life, asked, SAMPLED)
-        lengths = life.engine.acceptance_stats
+        lengths = life.engine.accept_length_stats
         assert lengths is not None and lengths.accepted and lengths.rejected
         assert (life.found[Tier.STORAGE] > 0) == (turn > 0)
         asked = [tuple(request.tokens) for request in answered]

@@ -49,6 +49,6 @@ def test_answers_are_those_without(name: str, written: bool) -> None:
         requests = serve(engine, ANSWER)
         assert all(tier in one.by_tier for one in requests)
         assert [tuple(one.output) for one in requests] == wanted
-    lengths = engine.acceptance_stats
+    lengths = engine.accept_length_stats
     assert lengths is not None and lengths.accepted + lengths.rejected
     assert cache.close()

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from kvtide.engine import RequestParams
-from kvtide.engine.speculation.acceptance_stats import PrefixOrigin
+from kvtide.engine.speculation.accept_length_stats import PrefixOrigin
 from kvtide.spec import Tier
 from kvtide.storage import Store, open_store
 from tests.cache.gated import Gated

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from kvtide.tiers.arena import host_arena
-from kvtide.transfer.direct import MAX_COPIES
+from kvtide.transfer.copy_engine import MAX_COPIES
 from kvtide.transfer.peer import device_copies
 from kvtide.transfer.peer.conformance.conformance_peer import ReceiverProcess
 from kvtide.transfer.peer.device_copies import KERNEL_BYTES, MAX_IN_FLIGHT, DeviceCopies

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvtide.engine.reachable_tensors import Sighting, tensors
+from kvtide.engine.declared_state.reachable_tensors import Sighting, tensors
 from kvtide.engine.residency.hot_residency import hot_pools, hot_tables
 from kvtide.layers import Rows, Step
 from kvtide.models import Model

@@ -36,7 +36,7 @@ _OF_TIER = {
 }
 
 
-class AcceptanceStats:
+class AcceptLengthStats:
     """Verify steps by origin and tokens given; drafts accepted and rejected, over all requests."""
 
     def __init__(self) -> None:

@@ -18,7 +18,7 @@ from kvtide.testing.faults import FaultError, FaultyBackend
 from kvtide.testing.hand_run import HandRunLane
 from kvtide.tiers.buffers import Buffers
 from kvtide.tiers.layout import Arrangement, Layout
-from kvtide.transfer.copier import (
+from kvtide.transfer.copy_jobs import (
     GROUP_PAGE_BYTES,
     MAX_GROUPS,
     MIN_GROUPS,

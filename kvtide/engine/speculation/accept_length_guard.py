@@ -32,7 +32,7 @@ from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 from kvtide.engine.request import Request
-from kvtide.engine.speculation.acceptance_stats import PrefixOrigin
+from kvtide.engine.speculation.accept_length_stats import PrefixOrigin
 
 FRACTION = 0.9
 """Restored prefixes should accept this much of what computed ones do."""
@@ -79,7 +79,7 @@ class MeanLength(NamedTuple):
         return FRACTION * computed.mean - self.mean > Z * error
 
 
-class AcceptGuard:
+class AcceptLengthGuard:
     """`alarms`: raised since the start, by origin. `pools`: the draft's, which the warning names;
     every stage knows them, whichever has the draft."""
 

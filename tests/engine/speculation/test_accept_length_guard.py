@@ -8,9 +8,9 @@ import random
 import pytest
 
 from kvtide.engine import Request, RequestParams
-from kvtide.engine.speculation import accept_guard
-from kvtide.engine.speculation.accept_guard import RESTORED, AcceptGuard
-from kvtide.engine.speculation.acceptance_stats import PrefixOrigin
+from kvtide.engine.speculation import accept_length_guard
+from kvtide.engine.speculation.accept_length_guard import RESTORED, AcceptLengthGuard
+from kvtide.engine.speculation.accept_length_stats import PrefixOrigin
 from kvtide.index import DEFAULT_NAMESPACE, Prompt
 from kvtide.spec import Tier
 
@@ -26,7 +26,7 @@ class Traffic:
     """Requests whose drafts are accepted with a chance that differs from request to request."""
 
     def __init__(self, seed: int) -> None:
-        self.guard = AcceptGuard(("draft", "draft_swa"))
+        self.guard = AcceptLengthGuard(("draft", "draft_swa"))
         self._random = random.Random(seed)
         self._numbers = 0
 
@@ -94,7 +94,7 @@ def test_an_alarm_is_raised_again_after_it_recovered() -> None:
     traffic.mixed(600, 0.3)
     traffic.mixed(400, 0.7)
     assert traffic.alarms == 3
-    traffic.mixed(accept_guard.WINDOW, 0.3)
+    traffic.mixed(accept_length_guard.WINDOW, 0.3)
     assert traffic.alarms == 6
 
 
@@ -103,7 +103,7 @@ def test_few_requests_say_nothing() -> None:
     traffic = Traffic(3)
     for _ in range(200):
         traffic.request(PrefixOrigin.COMPUTED, 0.8)
-    for _ in range(accept_guard.MIN_REQUESTS - 1):
+    for _ in range(accept_length_guard.MIN_REQUESTS - 1):
         traffic.request(PrefixOrigin.HOST, 0.1, steps=500)
     assert traffic.alarms == 0
     traffic.request(PrefixOrigin.HOST, 0.1, steps=500)
@@ -120,13 +120,17 @@ def test_without_computed_prefixes_there_is_no_verdict() -> None:
 def test_requests_and_not_steps_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """The negative control: with steps as the sample, chance does raise alarms."""
 
-    def as_if_independent(tallies: list[accept_guard._Tally]) -> accept_guard.MeanLength | None:
+    def as_if_independent(
+        tallies: list[accept_length_guard._Tally],
+    ) -> accept_length_guard.MeanLength | None:
         steps = sum(each.steps for each in tallies)
-        if steps < accept_guard.MIN_STEPS:
+        if steps < accept_length_guard.MIN_STEPS:
             return None
-        return accept_guard.MeanLength(sum(each.tokens for each in tallies) / steps, 1 / steps)
+        return accept_length_guard.MeanLength(
+            sum(each.tokens for each in tallies) / steps, 1 / steps
+        )
 
-    monkeypatch.setattr(accept_guard.MeanLength, "of", as_if_independent)
+    monkeypatch.setattr(accept_length_guard.MeanLength, "of", as_if_independent)
     alarms = 0
     for seed in range(6):
         traffic = Traffic(seed)

@@ -27,12 +27,12 @@ class RowCopies(Protocol):
 
 
 def strided_kernel(device: torch.device) -> Backend:
-    kernel: Backend = import_module("kvtide.transfer.kernel").Kernel(device)
+    kernel: Backend = import_module("kvtide.transfer.copy_kernel").Kernel(device)
     return kernel
 
 
 def page_copy(table: PieceTable, device: torch.device) -> PageCopy:
-    copy: PageCopy = import_module("kvtide.transfer.kernel").page_copy(table, device)
+    copy: PageCopy = import_module("kvtide.transfer.copy_kernel").page_copy(table, device)
     return copy
 
 
