@@ -195,7 +195,7 @@ class TieredCache:
         if lease.loading and self._in_flight.submit(Way.LOAD) and not others:
             for transfer in lease.transfers:
                 if transfer.ticket is not None:
-                    transfer.ticket.handed_over(HANDOVER_S)
+                    transfer.ticket.wait_issued(HANDOVER_S)
 
     def wait(self, lease: Lease, layer: int) -> None:
         """Make the model's coming work wait until the prefix is there for this (global) layer.

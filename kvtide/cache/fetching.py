@@ -233,7 +233,7 @@ class Fetches:
             done = fetch.lookup is not None and fetch.lookup.over
         if done:
             return Verdict.LANDED, ready
-        return (Verdict.LATE if late else Verdict.PENDING), ready
+        return (Verdict.OVERDUE if late else Verdict.PENDING), ready
 
     def settle(self, agreed: Sequence[int]) -> None:
         """Act on the agreed verdicts: begin reads, adopt pages, give slots back."""
@@ -383,7 +383,7 @@ class Fetches:
             self._let_go(fetch)
             self._look(fetch, self._index.outline(fetch.prompt))
         else:
-            ends = {Verdict.LATE: "late", Verdict.FAILED: "failed"}
+            ends = {Verdict.OVERDUE: "late", Verdict.FAILED: "failed"}
             self._end(fetch, ends.get(verdict, "partly"))
 
     def _absent(self, pages: Sequence[WantedPages], reading: Reading) -> list[tuple[str, ...]]:

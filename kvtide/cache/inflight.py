@@ -109,13 +109,13 @@ class InFlightTransfers:
 
     def leaving(self, anchor: str) -> int:
         """Device pages of an anchor that demotions in flight will free when they land."""
-        held = (transfer.holds for transfer in self._transfers if not transfer.late)
+        held = (transfer.holds for transfer in self._transfers if not transfer.overdue)
         leaving = (one for one in held if one is not None and one.leaves_source)
         return sum(one.pages for one in leaving if one.moves[0].anchor == anchor)
 
     def _stuck(self) -> bool:
         """Whether a copy to the host is past its deadline."""
-        return any(transfer.late and transfer.way is Way.BACKUP for transfer in self._transfers)
+        return any(transfer.overdue and transfer.way is Way.BACKUP for transfer in self._transfers)
 
     def _begin(self, way: Way, reserve: Callable[[], Arrival | None]) -> ArrivalTransfer | None:
         transfer = self._transfers.plan(way)
@@ -180,12 +180,12 @@ class InFlightTransfers:
         """End what is done on every rank, note what is late; each with the leases that wait."""
         news = []
         for transfer, verdict in zip(self._transfers.in_flight(), agreed, strict=False):
-            if verdict == Verdict.PENDING or (verdict == Verdict.LATE and transfer.late):
+            if verdict == Verdict.PENDING or (verdict == Verdict.OVERDUE and transfer.overdue):
                 continue
             assert transfer.holds is not None
             news.append((transfer, list(transfer.holds.leases)))
-            if verdict == Verdict.LATE:
-                transfer.late = True
+            if verdict == Verdict.OVERDUE:
+                transfer.overdue = True
             else:
                 landed = verdict == Verdict.LANDED
                 self._end(
@@ -197,7 +197,7 @@ class InFlightTransfers:
 
     def overdue(self) -> list[ArrivalTransfer]:
         """Transfers past their deadline, whose slots are still in use."""
-        return [transfer for transfer in self._transfers if transfer.late]
+        return [transfer for transfer in self._transfers if transfer.overdue]
 
     def _end(
         self, transfer: ArrivalTransfer, arrival: Arrival | None, state: TransferState
@@ -231,5 +231,5 @@ class InFlightTransfers:
 
 def explained(transfer: ArrivalTransfer) -> TransferError:
     """Why a load failed, or is late."""
-    elsewhere = "it missed its deadline" if transfer.late else "it failed on another rank"
+    elsewhere = "it missed its deadline" if transfer.overdue else "it failed on another rank"
     return TransferError(f"the prefix could not be loaded: {transfer.error or elsewhere}")

@@ -99,7 +99,7 @@ class Lease:
     def arriving(self) -> bool:
         """Whether the first leg of every open transfer has landed."""
         tickets = [transfer.ticket for transfer in self.transfers if not transfer.over]
-        return all(ticket is not None and ticket.begun() for ticket in tickets)
+        return all(ticket is not None and ticket.first_leg_done() for ticket in tickets)
 
     @property
     def failed(self) -> bool:

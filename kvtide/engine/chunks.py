@@ -65,12 +65,13 @@ class PlannedStep:
     """The chunks of the step after the current one, whose slots are taken.
 
     frees_slots  a request ends with the token that the current step samples
-    moves        tokens by which accepted drafts of the current step may move a chunk, at the most
+    max_accepted the most drafts of the current step that one request may accept: by so many tokens
+                 the device moves its chunk
     """
 
     chunks: list[ScheduledChunk]
     frees_slots: bool
-    moves: int = 0
+    max_accepted: int = 0
 
     @property
     def has_prefill(self) -> bool:

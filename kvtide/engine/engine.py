@@ -25,7 +25,6 @@ from kvtide.engine.grammar.grammar_compiler import GrammarCompiler
 from kvtide.engine.grammar.step_masks import StepMasks
 from kvtide.engine.handoff.handoffs import HANDOFF_MIN_TOKENS, Handoffs
 from kvtide.engine.launch_ahead import LaunchAhead
-from kvtide.engine.oracle import Oracle
 from kvtide.engine.overlap import CurrentStep, Overlap, OverlapState
 from kvtide.engine.rank_topology import RankTopology
 from kvtide.engine.request import (
@@ -38,6 +37,7 @@ from kvtide.engine.request import (
     check_request,
 )
 from kvtide.engine.residency.hot_counts import HotPoolCounts
+from kvtide.engine.restore_oracle import RestoreOracle
 from kvtide.engine.runner import Runner, StepOutput, score_prompt
 from kvtide.engine.sampling.sampler import SampledToken, SamplingBatch, warm_up_sampling
 from kvtide.engine.scheduler import Scheduler
@@ -72,7 +72,7 @@ class Engine:
         *,
         chunk_tokens: int = 512,
         max_running: int = 64,
-        oracle: Oracle | None = None,
+        oracle: RestoreOracle | None = None,
         topology: RankTopology = _ALONE,
         cuda_graphs: bool = True,
         drafter: Drafter | None = None,
@@ -214,7 +214,7 @@ class Engine:
         self._commit(step.chunks, output)
         updates, checks = self._sample(step.chunks, output)
         self._commit_accepted(step.chunks, output, updates)
-        self.handoffs.outgoing.advance()
+        self.handoffs.prefill.advance()
         self._finish_and_draft(updates)
         self._runner.hot_counts.sample()
         return [update for update in updates if update.request not in checks]
@@ -228,7 +228,7 @@ class Engine:
 
     def _first_of_handoffs(self) -> list[Update]:
         """First tokens that peers have sampled."""
-        self.handoffs.incoming.poll()
+        self.handoffs.decode.poll()
         if first := self.handoffs.take_updates():
             self._finish_ended(first)
             self.computed = 0
@@ -246,7 +246,7 @@ class Engine:
             step = step._replace(chunks=self._speculation.read_drafts(step.chunks))
         self.computed = step.tokens
         if not step.chunks and self.scheduler.blocked and not self.scheduler.running:
-            self.handoffs.outgoing.give_way()
+            self.handoffs.prefill.drop_unclaimed()
         return step
 
     def _launch(self, step: CurrentStep) -> StepOutput | None:

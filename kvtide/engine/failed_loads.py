@@ -1,7 +1,9 @@
 """Failed loads: a request whose prefix cannot be loaded is retracted, and recomputes it.
 
 It is queued again and matches the device tier alone, so that it computes what is not there. The
-client sees a later token, and the same text.
+client sees a later token, and the same text. So is a request whose prefix is quarantined.
+
+A fetch from storage that fails retracts none: it ends before admission (`cache.fetching`).
 """
 
 from __future__ import annotations
@@ -9,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvtide.cache import TieredCache
-from kvtide.engine.oracle import Oracle
 from kvtide.engine.request import Request
+from kvtide.engine.restore_oracle import RestoreOracle
 from kvtide.engine.scheduler import Scheduler
 from kvtide.spec import Tier
 
@@ -25,7 +27,7 @@ class FailedLoads:
         self._cache.poll()
         self._polled = True
 
-    def found(self, oracle: Oracle | None) -> list[Request]:
+    def found(self, oracle: RestoreOracle | None) -> list[Request]:
         """Requests whose prefix failed to load or is in quarantine: they are to recompute it.
 
         If the cache was polled during the last step, transfers that landed since matter only to

@@ -81,7 +81,9 @@ class StepLauncher(Protocol):
 
     def run(self, chunks: Sequence[ScheduledChunk]) -> StepOutput: ...
 
-    def prepare(self, chunks: Sequence[ScheduledChunk], moves: int) -> PreparedStep | None: ...
+    def prepare(
+        self, chunks: Sequence[ScheduledChunk], max_accepted: int
+    ) -> PreparedStep | None: ...
 
     def launch_prepared(self, step: PreparedStep) -> StepOutput: ...
 
@@ -114,13 +116,13 @@ class CurrentStep(NamedTuple):
 class _NextStep:
     """What the states hold; a new one, without rows, is IDLE's.
 
-    rows     chunks, each with the lease that its request was planned with
-    moves    `PlannedStep.moves`
-    dropped  requests whose row of the launched step was dropped
+    rows          chunks, each with the lease that its request was planned with
+    max_accepted  `PlannedStep.max_accepted`
+    dropped       requests whose row of the launched step was dropped
     """
 
     rows: list[tuple[ScheduledChunk, Lease]] = field(default_factory=list)
-    moves: int = 0
+    max_accepted: int = 0
     prepared: PreparedStep | None = None
     launched: LaunchedStep | None = None
     dropped: list[Request] = field(default_factory=list)
@@ -159,13 +161,13 @@ class Overlap:
         """These chunks, which have slots, are the next step."""
         rows = [(chunk, chunk.request.held) for chunk in planned.chunks]
         self._transition(OverlapState.PLANNED)
-        self._next = _NextStep(rows, planned.moves)
+        self._next = _NextStep(rows, planned.max_accepted)
 
     def prepare(self) -> bool:
         """Write the next step's inputs into a CUDA graph; False, and nothing changed, if none
         fits."""
         step = self._next
-        prepared = self._runner.prepare([chunk for chunk, _ in step.rows], step.moves)
+        prepared = self._runner.prepare([chunk for chunk, _ in step.rows], step.max_accepted)
         if prepared is not None:
             self._transition(OverlapState.PREPARED)
             step.prepared = prepared
@@ -212,7 +214,7 @@ class Overlap:
         self._transition(OverlapState.IDLE)
         if step.launched is not None:
             chunks = [chunk for chunk in chunks if chunk.is_sampled]
-            if step.moves:  # By accepted tokens.
+            if step.max_accepted:  # By accepted tokens.
                 chunks = [chunk._replace(end=chunk.request.length) for chunk in chunks]
             read = partial(self._runner.read_launched, step.launched, chunks)
             return CurrentStep(chunks, read, launched=True) if chunks else None

@@ -17,7 +17,7 @@ from kvtide.cache import Fetch, Lease, Namespace, PromptChange, Supplement
 from kvtide.engine.grammar.grammar import Grammar
 from kvtide.engine.grammar.token_matcher import CompiledGrammar, TokenMatcher
 from kvtide.engine.handoff.handoff_source import HandoffSource, HandoffTarget
-from kvtide.engine.handoff.handoff_state import IncomingHandoff
+from kvtide.engine.handoff.handoff_state import DecodeHandoff
 from kvtide.engine.sampling.sampler import SampledToken
 from kvtide.engine.sampling.sampling_params import GREEDY, SamplingParams
 from kvtide.engine.text import OutputText
@@ -206,7 +206,7 @@ class Request:
     rejected_drafts: int = 0
     verify_steps: int = 0
     matcher: TokenMatcher | None = None
-    handoff: IncomingHandoff | None = None
+    handoff: DecodeHandoff | None = None
     is_quiet: Callable[[], bool] | None = None
 
     @property

@@ -318,16 +318,16 @@ class Runner:
             captured.enter(layer, self._topology.receive_hidden(self._model.carried(tokens)))
         return before
 
-    def prepare(self, chunks: Sequence[ScheduledChunk], moves: int) -> PreparedStep | None:
+    def prepare(self, chunks: Sequence[ScheduledChunk], max_accepted: int) -> PreparedStep | None:
         """Write the inputs of the next step into a graph, None if no graph fits. What is accepted
-        in the current step moves the rows by up to `moves` tokens.
+        in the current step moves the rows by up to `max_accepted` tokens.
 
         Chunks that end past their request's known tokens come first: these are sampled last.
         """
         if self._graphs is None:
             return None
         rows = self._graph_rows(chunks)
-        graph = self._graphs.fitting(rows, False, moves)
+        graph = self._graphs.fitting(rows, False, max_accepted)
         if graph is None:
             return None
         graph.prepare(rows)

@@ -45,8 +45,8 @@ class Scheduler:
     blocked        the first waiting request found no slots; only requests that leave free some
     skips_loading  requests whose prefix is loading take no part in a step if others can run
     launches_ahead a step may be launched before the host knows its tokens: it is a CUDA graph
-    keeps_states   tokens change recurrent states or open entries: those of a token that the device
-                   takes and the host does not would stay wrong
+    keeps_states   the model has recurrent states or open entries, which a step overwrites: a step
+                   launched on a token that the host then rejects could not be undone
     """
 
     def __init__(
@@ -175,9 +175,9 @@ class Scheduler:
         if lower and (self._cache.making_room or not self._fits_beside(first, lower)):
             return False
         if lower:
-            self.retract(min(lower, key=lambda r: (r.params.priority, -r.number)))
+            self.retract(_victim(lower))
             return True
-        return not self.running and not self._cache.busy and self._cache.sessions.give_way()
+        return not self.running and not self._cache.busy and self._cache.sessions.unpin_one()
 
     def _fits_beside(self, first: Request, lower: list[Request]) -> bool:
         """The request would fit if those of lower priority held no slots."""
@@ -254,7 +254,7 @@ class Scheduler:
                     continue
             end = self._grown(request, request.computed + count)
             while end is None and request.lease is not None:
-                victim = min(self.running, key=lambda r: (r.params.priority, -r.number))
+                victim = _victim(self.running)
                 self.retract(victim)
                 left += sum(chunk.tokens for chunk in chunks if chunk.request is victim)
                 chunks = [chunk for chunk in chunks if chunk.request is not victim]
@@ -295,8 +295,8 @@ class Scheduler:
             if cache.grow(request.held, page_end):
                 return page_end
             alone = len(self.running) == 1 and not cache.busy
-            takes = alone or (cache.sessions.cover_missing and not cache.making_room)
-            if not (takes and cache.sessions.give_way()):
+            takes = alone or (cache.sessions.hold_enough and not cache.making_room)
+            if not (takes and cache.sessions.unpin_one()):
                 return None
         return end
 
@@ -437,8 +437,8 @@ class Scheduler:
             drafts = max(0, min(end - first, left))
             left -= drafts
             planned.append(ScheduledChunk(request, request.length + 1, (unread_draft(0),) * drafts))
-        moves = max(len(chunk.drafts) for chunk in chunks)
-        return PlannedStep(planned, bool(ending), moves) if planned else None
+        max_accepted = max(len(chunk.drafts) for chunk in chunks)
+        return PlannedStep(planned, bool(ending), max_accepted) if planned else None
 
     def may_launch(self, planned: PlannedStep) -> bool:
         """The planned step may be launched before the sampled tokens are known. A request that ends
@@ -471,6 +471,11 @@ class Scheduler:
 
 def _unnoticed(request: Request) -> None:
     """Nothing follows an admission."""
+
+
+def _victim(requests: Sequence[Request]) -> Request:
+    """Which request is preempted: of the lowest priority, the latest."""
+    return min(requests, key=lambda request: (request.params.priority, -request.number))
 
 
 def _is_computed(request: Request) -> bool:

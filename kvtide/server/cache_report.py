@@ -68,7 +68,7 @@ def cache_report(engine: Engine) -> dict[str, Any]:
 
 def handoff_report(engine: Engine) -> dict[str, Any]:
     """Open handoffs by state, ended ones, and the slots that a peer may still write to."""
-    incoming, outgoing = engine.handoffs.incoming, engine.handoffs.outgoing
+    incoming, outgoing = engine.handoffs.decode, engine.handoffs.prefill
     receiving, writer = engine.cache.receiving, outgoing.writer
     return {
         "incoming": {state.value: count for state, count in incoming.by_state.items()},

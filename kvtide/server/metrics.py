@@ -16,8 +16,8 @@ from prometheus_client.core import (
 from kvtide.cache import Stats, StorageStats
 from kvtide.engine import Engine, Finish
 from kvtide.engine.grammar.step_masks import StepMasks
-from kvtide.engine.oracle import Checks, Oracle
 from kvtide.engine.request import Activity
+from kvtide.engine.restore_oracle import Checks, RestoreOracle
 from kvtide.engine.scheduler import Scheduler
 from kvtide.engine.speculation.accept_length_guard import AcceptLengthGuard
 from kvtide.engine.speculation.accept_length_stats import AcceptLengthStats
@@ -147,7 +147,7 @@ def _requests(scheduler: Scheduler) -> Iterable[Metric]:
     )
 
 
-def _checks(oracle: Oracle | None) -> Iterable[Metric]:
+def _checks(oracle: RestoreOracle | None) -> Iterable[Metric]:
     counter = CounterMetricFamily(
         "kvtide_restores_checked",
         "Restored prefixes that were recomputed.",

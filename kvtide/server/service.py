@@ -231,7 +231,7 @@ class Service:
     @property
     def has_rooms(self) -> bool:
         """Whether prompts are kept for peers."""
-        return bool(self._engine.handoffs.outgoing.rooms)
+        return bool(self._engine.handoffs.prefill.rooms)
 
     # -- from the event loop ----------------------------------------------------------------
 

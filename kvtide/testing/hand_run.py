@@ -66,7 +66,7 @@ class HandRunLane:
             self._under_way = self._backend.issue(job.works, job.legs)
         try:
             for _ in islice(self._under_way, legs):
-                job.ticket.reached()
+                job.ticket.leg_issued()
         except Exception as error:
             self.fail(error)
         else:

@@ -6,7 +6,7 @@
 `timeline`          the order of work on the device: streams and events, or nothing
 `strided`           the one copy primitive, and the backend of a CPU (`Reference`)
 `backends`          which backend and host layout work where
-`copy_engine`, `copy_kernel`, `auto`   the backends of a GPU
+`copy_engine`, `copy_kernel`, `measured_backend`   the backends of a GPU
 `triton_copies`     imports kernels that copy, where Triton is installed
 `store_link`        a store's thread pools: look-ups, reads and writes beside the engine
 `storage_requests`  what was asked of a store, and how far it has come

@@ -20,10 +20,10 @@ import torch
 from kvtide.tiers.arena import TierError
 from kvtide.tiers.buffers import Buffers
 from kvtide.tiers.layout import Layout
-from kvtide.transfer.auto import measured_auto
 from kvtide.transfer.copy_engine import Direct
 from kvtide.transfer.copy_jobs import Copier
 from kvtide.transfer.lane import Backend, Lane
+from kvtide.transfer.measured_backend import fastest_of_both
 from kvtide.transfer.strided import Reference, Way
 from kvtide.transfer.timeline import CudaTimeline, HostTimeline
 from kvtide.transfer.triton_copies import strided_kernel
@@ -69,7 +69,7 @@ def open_backend(name: str, device: Buffers, host: Buffers) -> Backend:
     if name == "direct":
         return Direct()
     if name == "auto":
-        return measured_auto(device, host)
+        return fastest_of_both(device, host)
     assert name == "kernel", f"no backend named {name}"
     return strided_kernel(device.data.device)
 

@@ -24,7 +24,7 @@ from kvtide.transfer.timeline import Event, Timeline
 
 
 class TransferError(RuntimeError):
-    """A load that a lease waits for failed, or missed its deadline."""
+    """A copy that a waiter needs failed, or missed its deadline."""
 
 
 class Backend(Protocol):
@@ -60,7 +60,7 @@ class Ticket:
             raise TransferError("the copy missed its deadline")
         self._timeline.follow(self._issued[leg])
 
-    def handed_over(self, timeout_s: float) -> None:
+    def wait_issued(self, timeout_s: float) -> None:
         """Wait until the first leg was issued, or for `timeout_s`: the lane's thread needs the
         interpreter to issue copies."""
         with self._changed:
@@ -71,8 +71,7 @@ class Ticket:
         if len(self._issued) == self._legs and self._issued[-1] is not None:
             self._timeline.join(self._issued[-1])
 
-    def begun(self) -> bool:
-        """Whether the first leg is done."""
+    def first_leg_done(self) -> bool:
         return len(self._issued) > 0 and self._timeline.passed(self._issued[0])
 
     def done(self) -> bool:
@@ -80,7 +79,7 @@ class Ticket:
         issued = self._issued
         return len(issued) == self._legs and self._timeline.passed(issued[-1])
 
-    def reached(self) -> None:
+    def leg_issued(self) -> None:
         """One more leg was issued."""
         event = self._timeline.record()
         with self._changed:
@@ -114,7 +113,7 @@ class Job:
     def run(self, timeline: Timeline, backend: Backend) -> None:
         with timeline.inside(self.after):
             for _ in backend.issue(self.works, self.legs):
-                self.ticket.reached()
+                self.ticket.leg_issued()
 
 
 class Lane:

@@ -50,7 +50,7 @@ class Transfer(Generic[H]):
     holds  what the owner recorded for it: slots, pins. One value, so that either end is one call.
     error  why it failed. A failed transfer ends only when it no longer touches memory: until then
            it owns its slots.
-    late   it missed its deadline, here or on another rank; no lease waits for it
+    overdue  it missed its deadline, here or on another rank; no lease waits for it
     submitted_at  by the clock of `Transfers`
     """
 
@@ -61,7 +61,7 @@ class Transfer(Generic[H]):
     moves: tuple[PageMove, ...] = ()
     ticket: Ticket | None = None
     error: BaseException | None = None
-    late: bool = False
+    overdue: bool = False
     submitted_at: float = 0.0
 
     def to(self, state: TransferState) -> None:
@@ -80,10 +80,10 @@ class Transfer(Generic[H]):
 class Verdict(IntEnum):
     """How a transfer stands. The minimum of the ranks' verdicts applies to all ranks.
 
-    LATE is pending past its deadline: leases stop waiting for it, and its slots are not free.
+    OVERDUE is pending past its deadline: leases stop waiting for it, and its slots are not free.
     """
 
-    LATE = 0
+    OVERDUE = 0
     PENDING = 1
     FAILED = 2
     LANDED = 3
@@ -191,7 +191,7 @@ class Transfers(Generic[H]):
         if ticket is None:
             return Verdict.FAILED
         if not ticket.done():
-            return Verdict.LATE if self._clock() > ticket.deadline else Verdict.PENDING
+            return Verdict.OVERDUE if self._clock() > ticket.deadline else Verdict.PENDING
         transfer.error = ticket.error
         return Verdict.LANDED if ticket.error is None else Verdict.FAILED
 

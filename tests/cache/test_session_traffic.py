@@ -123,7 +123,7 @@ class SessionTraffic(RuleBasedStateMachine):
         """A request that fits an empty device gets in, if sessions give way."""
         self.rig.settle()
         while (lease := self.rig.begin(text(9, pages))) is None:
-            assert self.sessions.give_way()
+            assert self.sessions.unpin_one()
             self.rig.settle()
         self.rig.cache.release(lease)
         for state in self.sessions.states():

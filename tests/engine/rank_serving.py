@@ -27,8 +27,8 @@ from kvtide.cache import (
 from kvtide.cache.hardware import formats
 from kvtide.cache.rank_agreement import Agreement, Alone
 from kvtide.engine import Engine, RankTopology, Request, RequestParams, SamplingParams
-from kvtide.engine.oracle import Oracle
 from kvtide.engine.rank_topology import LEADER
+from kvtide.engine.restore_oracle import RestoreOracle
 from kvtide.models import Model, build
 from kvtide.models.checkpoint import open_checkpoint
 from kvtide.spec import Tier
@@ -176,7 +176,7 @@ class Stand:
             agreement=agreement,
             hardware=replace(hardware, copier=copier),
         )
-        self.oracle = Oracle(self.cache, share, None) if share else None
+        self.oracle = RestoreOracle(self.cache, share, None) if share else None
         self.engine = Engine(
             model, self.cache, chunk_tokens=40, oracle=self.oracle, topology=place.topology
         )

@@ -15,7 +15,7 @@ import pytest
 
 from kvtide.cache import CacheConfig, EveryPages, Ratio, TieredCache, Tokens
 from kvtide.engine import Engine, Request, RequestParams, SamplingParams
-from kvtide.engine.oracle import Oracle
+from kvtide.engine.restore_oracle import RestoreOracle
 from kvtide.models import Model
 from kvtide.spec import Tier
 from tests.engine.speculation.drafting import ErringDrafter
@@ -80,7 +80,7 @@ class Run:
         memory = model_of(family).memory
         placement = rng.choice((None, None, EveryPages(1), EveryPages(3)))
         self.cache = TieredCache(memory, config, placement=placement)
-        self.oracle = Oracle(self.cache, rng.choice((0.0, 0.5, 1.0)), None)
+        self.oracle = RestoreOracle(self.cache, rng.choice((0.0, 0.5, 1.0)), None)
         self.engine = Engine(
             model_of(family),
             self.cache,

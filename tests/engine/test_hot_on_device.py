@@ -16,7 +16,7 @@ import torch
 
 from kvtide.cache import CacheConfig, Layout, TieredCache, Tokens
 from kvtide.engine import Engine, Request, RequestParams
-from kvtide.engine.oracle import Oracle, bounds_of
+from kvtide.engine.restore_oracle import RestoreOracle, bounds_of
 from kvtide.engine.speculation.ngram import NgramDrafter
 from kvtide.models import Model
 from kvtide.models.checkpoint import OnDevice
@@ -82,7 +82,7 @@ def engine_of(
     cache = TieredCache(model.memory, config)
     oracle = options.pop("oracle", None)
     if oracle is not None:
-        oracle = Oracle(cache, 1.0, bounds_of(model.memory, torch.bfloat16))
+        oracle = RestoreOracle(cache, 1.0, bounds_of(model.memory, torch.bfloat16))
     try:
         yield Engine(model, cache, chunk_tokens=256, max_running=8, oracle=oracle, **options)
     finally:

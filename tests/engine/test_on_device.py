@@ -32,7 +32,7 @@ from kvtide.engine import Engine, Request, RequestParams, scheduler
 from kvtide.engine.graphs import step_graphs
 from kvtide.engine.graphs.graph_capture import Wait, graph_capture
 from kvtide.engine.graphs.graph_inputs import GraphKind, GraphSize
-from kvtide.engine.oracle import Oracle, bounds_of
+from kvtide.engine.restore_oracle import RestoreOracle, bounds_of
 from kvtide.models import Model
 from kvtide.models.checkpoint import OnDevice
 from kvtide.spec import Tier
@@ -167,7 +167,9 @@ def test_one_flipped_bit_in_any_field_is_found_and_named(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     with engine_of(name, model_of(name, device, kv_dtype)) as engine:
-        engine.oracle = Oracle(engine.cache, 1.0, bounds_of(engine.cache.memory, torch.bfloat16))
+        engine.oracle = RestoreOracle(
+            engine.cache, 1.0, bounds_of(engine.cache.memory, torch.bfloat16)
+        )
         check_flips_are_found(engine, pool, caplog)
 
 

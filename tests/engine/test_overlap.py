@@ -386,7 +386,7 @@ class Launches:
     def run(self, chunks: Sequence[ScheduledChunk]) -> Any:
         self.done.append("run")
 
-    def prepare(self, chunks: Sequence[ScheduledChunk], moves: int) -> Any:
+    def prepare(self, chunks: Sequence[ScheduledChunk], max_accepted: int) -> Any:
         return PreparedStep(chunks, len(chunks), None, None) if self.fits else None
 
     def launch_prepared(self, step: PreparedStep) -> Any:

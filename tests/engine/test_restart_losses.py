@@ -16,7 +16,7 @@ import pytest
 
 from kvtide.cache import CacheConfig, EveryPages, Ratio, TieredCache, Tokens
 from kvtide.engine import Engine, Request, RequestParams, SamplingParams
-from kvtide.engine.oracle import Oracle
+from kvtide.engine.restore_oracle import RestoreOracle
 from kvtide.spec import ALL, Tier
 from kvtide.testing.naive import NaiveIndex
 from tests.engine.restarting import PATIENT, Life, Past, Stored, stored_page
@@ -126,7 +126,7 @@ def engine_over(family: str, past: Past, *, checked: bool = False) -> Engine:
     )
     cache = TieredCache(model.memory, config)
     cache.storage.attach(past.open(cache))
-    oracle = Oracle(cache, 1.0, None) if checked else None
+    oracle = RestoreOracle(cache, 1.0, None) if checked else None
     return Engine(model, cache, chunk_tokens=64, oracle=oracle)
 
 

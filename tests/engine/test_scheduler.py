@@ -485,7 +485,7 @@ def test_session_pins_give_way_before_a_running_request_is_retracted(desk, monke
         sessions, retract = at.cache.sessions, at.scheduler.retract
 
         def judged(request, sessions=sessions, retract=retract):
-            assert not sessions.cover_missing, "pins hold what it lacks"
+            assert not sessions.hold_enough, "pins hold what it lacks"
             retract(request)
 
         monkeypatch.setattr(at.scheduler, "retract", judged)

@@ -284,10 +284,10 @@ def test_handing_a_job_over_waits_for_its_first_leg_and_not_for_long(bench):
     backend.hold.clear()
     ticket = bench.submit(lane, [0], [1])
     start = time.monotonic()
-    ticket.handed_over(SHORT_S)
+    ticket.wait_issued(SHORT_S)
     assert SHORT_S <= time.monotonic() - start < LONG_S / 2
     threading.Timer(SHORT_S, backend.hold.set).start()
-    ticket.handed_over(LONG_S)
+    ticket.wait_issued(LONG_S)
     assert time.monotonic() - start < LONG_S / 2
     ticket.wait(-1)
 
@@ -312,7 +312,7 @@ def test_a_job_is_waited_for_when_all_of_it_was_issued():
     for joined in ([], [], [2]):
         ticket.join()
         assert timeline.joined == joined
-        ticket.reached()
+        ticket.leg_issued()
 
 
 def test_what_was_waited_for_is_there(bench):

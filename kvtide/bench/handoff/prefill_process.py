@@ -153,7 +153,7 @@ class _PrefillActions:
         return rooms
 
     def sent(self) -> tuple[int, float]:
-        writer = self._served.engine.handoffs.outgoing.writer
+        writer = self._served.engine.handoffs.prefill.writer
         assert writer is not None
         stats = writer.sender.stats()
         return stats.written_bytes, stats.busy_s

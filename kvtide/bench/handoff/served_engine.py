@@ -106,8 +106,8 @@ class ServedEngine:
             lambda engine: (
                 engine.idle
                 and not engine.cache.busy
-                and not engine.handoffs.outgoing.rooms
-                and not engine.handoffs.incoming.open
+                and not engine.handoffs.prefill.rooms
+                and not engine.handoffs.decode.open
             )
         )
 

@@ -202,8 +202,8 @@ class Sessions:
     # -- when slots are needed --------------------------------------------------------------
 
     @property
-    def cover_missing(self) -> bool:
-        """Whether pins hold at least what the last refusal lacked."""
+    def hold_enough(self) -> bool:
+        """Whether pins hold at least the slots that the last refusal lacked."""
         missing = self._index.missing
         homes = {anchor.name: anchor.home for anchor in self._index.memory.anchors}
         return bool(missing) and all(
@@ -211,8 +211,8 @@ class Sessions:
             for (tier, anchor), pages in missing.items()
         )
 
-    def give_way(self) -> bool:
-        """Unpin a session, where pins are in the way of requests; False if none is pinned."""
+    def unpin_one(self) -> bool:
+        """Unpin one session, where pins are in the way of requests; False if none is pinned."""
         held = [anchor for anchor, pinned in self._pinned.items() if pinned.total()]
         missing = [anchor for _, anchor in self._index.missing if anchor in held]
         if held:

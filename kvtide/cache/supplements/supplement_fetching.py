@@ -111,7 +111,7 @@ class SupplementFetches:
         if fetch.reading is not None:
             return Verdict.LANDED if fetch.reading.quiet else Verdict.PENDING
         if fetch.lookup.late or fetch.lookup.stopped:
-            return Verdict.LATE
+            return Verdict.OVERDUE
         return Verdict.LANDED if fetch.lookup.over else Verdict.PENDING
 
     def settle(self, agreed: Sequence[int]) -> None:

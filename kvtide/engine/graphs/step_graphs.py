@@ -209,13 +209,15 @@ class StepGraphs:
         """Larger steps have no graph."""
         return max(self._max_sequences, self._tokens[-1])
 
-    def fitting(self, rows: Sequence[GraphRow], loading: bool, moves: int = 0) -> StepGraph | None:
+    def fitting(
+        self, rows: Sequence[GraphRow], loading: bool, max_accepted: int = 0
+    ) -> StepGraph | None:
         """The smallest graph for these rows, of which some may be `loading` their prefix, or move
         by up to so many tokens."""
         counts = [len(row.tokens) for row in rows]
         prefills = sum(count > 1 for count in counts)
         longest = max(row.past + len(row.tokens) for row in rows)
-        length = next(length for length in lengths() if length >= longest + moves)
+        length = next(length for length in lengths() if length >= longest + max_accepted)
         kinds = [GraphKind.MIXED]
         if not loading and max(counts) <= self._verify_rows:
             kinds = [GraphKind.VERIFY, GraphKind.MIXED]

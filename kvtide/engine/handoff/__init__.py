@@ -3,9 +3,11 @@
 `handoffs`       both sides, as the engine calls them
 `handoff_state`  the states of a handoff, as a diagram and a table
 `messages`       what the two servers tell each other
-`incoming`       the decode side: slots for pages, what lands there, the tail
-`outgoing`       the prefill side: what is computed is written to the peer at once
+`decode_handoffs`   the decode side asks a peer for missing pages: slots, what lands, the tail
+`prefill_handoffs`  the prefill side writes to the peer what it has computed, at once
 `page_writer`    from computed pages to writes into a peer's memory
 `own_memory`     this rank's memory as a peer sees it
 `reports`        what all ranks of the prefill side have written
+
+Connections between the servers, and the fields of their users, are `server.handoff`'s.
 """

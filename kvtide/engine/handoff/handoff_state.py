@@ -53,7 +53,7 @@ OVER = frozenset(state for state, following in NEXT.items() if not following)
 
 
 @dataclass(slots=True, eq=False)
-class IncomingHandoff:
+class DecodeHandoff:
     """One request's handoff on the decode side.
 
     receipt  the slots that the peer writes to; they stay quarantined after a failure until the peer

@@ -1,6 +1,6 @@
 """Both sides of handoffs, as the engine calls them.
 
-A server may decode for its clients and prefill for peers at once: `incoming` and `outgoing` know
+A server may decode for its clients and prefill for peers at once: `decode` and `prefill` know
 nothing of each other.
 """
 
@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from kvtide.cache import TieredCache
+from kvtide.engine.handoff.decode_handoffs import DecodeHandoffs
 from kvtide.engine.handoff.handoff_state import HandoffState
-from kvtide.engine.handoff.incoming import IncomingHandoffs
 from kvtide.engine.handoff.messages import Done, Message, Reserve, StopWriting
-from kvtide.engine.handoff.outgoing import OutgoingHandoffs
+from kvtide.engine.handoff.prefill_handoffs import PrefillHandoffs
 from kvtide.engine.request import Finish, Request, RequestError, RequestState
 from kvtide.engine.sampling.sampler import SampledToken
 from kvtide.engine.speculation.speculation import Speculation
@@ -34,8 +34,8 @@ class Handoffs:
         speculation: Speculation | None,
     ) -> None:
         drafts = speculation.writes if speculation is not None else _never
-        self.incoming = IncomingHandoffs(cache, min_tokens, drafts, self._first, self._over)
-        self.outgoing = OutgoingHandoffs(cache, speculation)
+        self.decode = DecodeHandoffs(cache, min_tokens, drafts, self._first, self._over)
+        self.prefill = PrefillHandoffs(cache, speculation)
         self._abort, self._speculation = abort, speculation
         self._updates: list[Update] = []
         self._last: dict[Request, Finish] = {}
@@ -45,7 +45,7 @@ class Handoffs:
     def check(self, request: Request) -> None:
         """Refuse a room that another request has."""
         target = request.params.handoff_to
-        if target is not None and not self.outgoing.takes(target.room):
+        if target is not None and not self.prefill.takes(target.room):
             raise RequestError(
                 f"room {target.room} is in use by another request; use a new one for each",
                 param="bootstrap_room",
@@ -53,15 +53,15 @@ class Handoffs:
 
     def queued(self, request: Request) -> None:
         if request.params.handoff_from is not None:
-            self.incoming.offer(request)
+            self.decode.offer(request)
         if request.params.handoff_to is not None:
-            self.outgoing.open(request)
+            self.prefill.open(request)
 
     def admitted(self, request: Request) -> None:
         """Have an admitted request begin behind its prompt, if a peer has computed that."""
         if request.handoff is None or request.handoff.state is not HandoffState.LANDED:
             return
-        if self.incoming.resume(request):
+        if self.decode.resume(request):
             request.computed = len(request.params.tokens)
             if self._speculation is not None:
                 self._speculation.resume(request, request.handoff.captured)
@@ -73,11 +73,11 @@ class Handoffs:
 
     def ending(self, request: Request, finish: Finish) -> None:
         """A request is about to leave the scheduler; a running one still has its lease."""
-        self.incoming.abort(request)
-        self.outgoing.finished(request, finish)
+        self.decode.abort(request)
+        self.prefill.finished(request, finish)
 
     def ended(self, request: Request) -> None:
-        self.outgoing.ended_request(request)
+        self.prefill.ended_request(request)
 
     # -- first tokens -----------------------------------------------------------------------
 
@@ -100,14 +100,14 @@ class Handoffs:
     def receive(self, peer: str, message: Message) -> None:
         """A message of a peer, by the name of its connection."""
         if isinstance(message, (Reserve, StopWriting, Done)):
-            if (request := self.outgoing.receive(peer, message)) is not None:
+            if (request := self.prefill.receive(peer, message)) is not None:
                 self._abort(request)
         else:
-            self.incoming.receive(message)
+            self.decode.receive(message)
 
     def peer_lost(self, peer: str) -> None:
         """A decode server's connection has ended."""
-        for request in self.outgoing.peer_lost(peer):
+        for request in self.prefill.peer_lost(peer):
             self._abort(request)
 
 

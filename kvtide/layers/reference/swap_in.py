@@ -1,6 +1,6 @@
 """Swap-in: the entries that a step's queries selected, from host pages to hot slots.
 
-The torch reference, and the oracle of `plan`: which selected entries are hot, which miss, and which
+The torch reference; `plan` says which selected entries are hot, which miss, and which
 slots are given up for them. Entries are copied as bytes.
 
 What always holds:

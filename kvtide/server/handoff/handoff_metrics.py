@@ -34,7 +34,7 @@ def handoff_metrics(engine: Engine, handoff: ServerHandoff) -> Iterable[Metric]:
 
 
 def decode_metrics(engine: Engine) -> Iterable[Metric]:
-    incoming, receiving = engine.handoffs.incoming, engine.cache.receiving
+    incoming, receiving = engine.handoffs.decode, engine.cache.receiving
     waiting = {s.value: incoming.by_state[s] for s in HandoffState if s not in OVER}
     yield _gauge("open", "Handoffs that are not over, by state.", waiting)
     ended = {state.value: incoming.ended[state] for state in HandoffState if state in OVER}
@@ -63,7 +63,7 @@ def decode_metrics(engine: Engine) -> Iterable[Metric]:
 
 
 def prefill_metrics(engine: Engine) -> Iterable[Metric]:
-    outgoing = engine.handoffs.outgoing
+    outgoing = engine.handoffs.prefill
     text = "Prompts that are prefilled or kept for decode servers."
     yield GaugeMetricFamily("kvtide_handoff_rooms", text, len(outgoing.rooms))
     ends = {end: outgoing.ended[end] for end in ROOM_ENDS}

@@ -40,7 +40,7 @@ class ExpireRooms:
     timeout_s: float
 
     def apply(self, rank: EngineRank) -> None:
-        rank.engine.handoffs.outgoing.expire(self.now, self.timeout_s)
+        rank.engine.handoffs.prefill.expire(self.now, self.timeout_s)
 
 
 @dataclass(frozen=True, slots=True)

@@ -106,7 +106,7 @@ class RankHandoff:
         self.writer = PageWriter(
             manifests, own, source.regions, self._transport(), sender, self._settings.timeout_s
         )
-        outgoing = self._engine.handoffs.outgoing
+        outgoing = self._engine.handoffs.prefill
         outgoing.writer, outgoing.report = self.writer, self._report_to_leader
         if own == LEADER:
             self.reports = RankReports(ranks, lambda room, message: self.sends(room, message))

@@ -35,7 +35,7 @@ class ServerHandoff:
             self.prefill = PrefillSide(service, rank.handoff, settings, secret)
         if settings.receives and rank.handoff is not None:
             self.decode = DecodeSide(service, rank.handoff, settings, secret)
-            rank.engine.handoffs.incoming.outbox = self.decode.send
+            rank.engine.handoffs.decode.outbox = self.decode.send
             if settings.prefill_from:
                 self._servers = PrefillServers(
                     settings.prefill_from, settings.min_tokens, self.decode.in_flight

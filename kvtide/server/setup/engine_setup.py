@@ -12,8 +12,8 @@ import torch
 from kvtide.cache import Bytes, CacheConfig, Layout, Ranks, Ratio, TieredCache, Tokens
 from kvtide.cache.rank_agreement import Agreement, Alone
 from kvtide.engine import Engine, EngineError, RankTopology
-from kvtide.engine.oracle import Oracle, bounds_of
 from kvtide.engine.rank_topology import NCCL
+from kvtide.engine.restore_oracle import RestoreOracle, bounds_of
 from kvtide.models import Model, build
 from kvtide.models.checkpoint import Checkpoint, OnDevice, open_checkpoint
 from kvtide.models.default_model import NAME, default_model
@@ -364,11 +364,11 @@ def _kv_dtype(settings: Settings) -> KVDType:
     return KVDType.parse(settings.kv_dtype or _KV_DTYPES[_dtype(settings)])
 
 
-def _oracle(settings: Settings, cache: TieredCache) -> Oracle | None:
+def _oracle(settings: Settings, cache: TieredCache) -> RestoreOracle | None:
     if not settings.verify_restores:
         return None
     bounds = None if settings.deterministic else bounds_of(cache.memory, _dtype(settings))
-    return Oracle(cache, settings.verify_restores, bounds)
+    return RestoreOracle(cache, settings.verify_restores, bounds)
 
 
 def _dtype(settings: Settings) -> torch.dtype:

@@ -72,10 +72,10 @@ class Pair:
         self.reports = RankReports(
             1, lambda room, message: self.to_decode.append(json.dumps(to_json(message)))
         )
-        outgoing = self.prefill.handoffs.outgoing
+        outgoing = self.prefill.handoffs.prefill
         outgoing.writer = self.writer
         outgoing.report, outgoing.on_computed = self.reports.add, self.reports.computed
-        self.decode.handoffs.incoming.outbox = lambda peer, message: self.to_prefill.append(
+        self.decode.handoffs.decode.outbox = lambda peer, message: self.to_prefill.append(
             json.dumps(to_json(message))
         )
 
@@ -167,12 +167,12 @@ class Pair:
     # -- looking ----------------------------------------------------------------------------
 
     def state(self) -> str:
-        incoming = self.decode.handoffs.incoming
+        incoming = self.decode.handoffs.decode
         return f"{dict(incoming.by_state)}, held {self.held()}, {self.log[-6:]}"
 
     def held(self) -> dict[str, int]:
         """What a handoff holds anywhere, by name; empty when nothing is left of any."""
-        incoming, outgoing = self.decode.handoffs.incoming, self.prefill.handoffs.outgoing
+        incoming, outgoing = self.decode.handoffs.decode, self.prefill.handoffs.prefill
         decode, prefill = self.decode.cache, self.prefill.cache
         counts = {
             "messages": len(self.to_prefill) + len(self.to_decode),

@@ -21,7 +21,7 @@ from kvtide.engine.handoff.messages import (
     StopWriting,
     Written,
 )
-from kvtide.engine.handoff.outgoing import GAVE_WAY
+from kvtide.engine.handoff.prefill_handoffs import GAVE_WAY
 from kvtide.engine.request import Finish
 from kvtide.spec import Tier
 from tests.engine.handoff.handing_over import DECODE, expected, family_pair, tokens_of
@@ -122,7 +122,7 @@ def test_a_write_that_breaks_costs_time_and_no_text(family: str, silent: bool) -
         assert handoff_state(request) is HandoffState.FAILED
         assert request.handoff is not None
         assert request.handoff.reason == f"write {next(iter(transport.fails))} broke"
-        quarantined = pair.decode.handoffs.incoming.quarantined
+        quarantined = pair.decode.handoffs.decode.quarantined
         if silent:
             pair.settle()
             continue
@@ -162,11 +162,11 @@ def test_a_write_in_flight_keeps_the_slots_until_it_has_ended(stand: Stand) -> N
     begun = transport.begun
     pair.run(lambda: transport.begun > begun)
     pair.decode.abort(request)
-    (epoch,) = pair.decode.handoffs.incoming.quarantined
+    (epoch,) = pair.decode.handoffs.decode.quarantined
     pair.run(lambda: bool(pair.sent(StopWriting)))
     assert not pair.prefill.scheduler.running, "the peer gave up the request that it was asked for"
     stand.local(4)
-    assert not pair.sent(Silent) and pair.decode.handoffs.incoming.quarantined
+    assert not pair.sent(Silent) and pair.decode.handoffs.decode.quarantined
     assert pair.prefill.cache.index.leases, "a page that is being written out is not reused"
     stand.untouched()
     transport.held = False
@@ -236,7 +236,7 @@ def test_a_peer_that_never_answers_is_given_up(stand: Stand) -> None:
     stand.answered(request)
     stand.local(4)
     stand.untouched()
-    assert set(pair.decode.handoffs.incoming.quarantined) == {epoch}
+    assert set(pair.decode.handoffs.decode.quarantined) == {epoch}
     assert pair.decode.cache.receiving.quarantined_slots == len(handoff.receipt.places)
     pair.to_prefill.clear()
     pair.at_decode(Silent(handoff.source.room, epoch))
@@ -347,7 +347,7 @@ def test_slots_that_a_frozen_peer_keeps_hold_up_no_request(stand: Stand) -> None
         transport.fails = {transport.begun}
         request = pair.submit(pair.fresh(2 * PAGE))
         stand.answered(request)
-        epochs |= set(pair.decode.handoffs.incoming.quarantined)
+        epochs |= set(pair.decode.handoffs.decode.quarantined)
     assert len(epochs) == 4 and pair.decode.cache.receiving.free_tail_rows == 0
     request = pair.submit(pair.fresh(LENGTH))
     stand.answered(request)
@@ -391,6 +391,6 @@ def test_prompts_that_no_peer_came_for_give_way_to_one_that_a_peer_waits_for() -
     assert first is not None and first.state is HandoffState.DECODING, "the older one is kept"
     assert second is not None and second.state is HandoffState.FAILED
     assert second.reason == GAVE_WAY
-    assert pair.prefill.handoffs.outgoing.ended == {"handed_over": 2, "failed": 1}
+    assert pair.prefill.handoffs.prefill.ended == {"handed_over": 2, "failed": 1}
     pair.settle()
     pair.close()

@@ -28,7 +28,7 @@ from kvtide.engine.handoff.messages import (
     from_json,
     to_json,
 )
-from kvtide.engine.handoff.outgoing import MAX_EARLY
+from kvtide.engine.handoff.prefill_handoffs import MAX_EARLY
 from kvtide.engine.handoff.reports import RankReport, RankReports
 from kvtide.engine.handoff.request_fields import asked_params, for_prefill, request_fields
 from kvtide.engine.request import Finish, RequestError, RequestParams
@@ -256,7 +256,7 @@ def test_pages_that_were_not_asked_for_end_the_handoff(
     pair.at_decode(Written(reserve.room, reserve.epoch, numbers, {}))
     assert request.handoff.state is HandoffState.FAILED
     assert request.handoff.reason == "the peer wrote pages that were not asked for"
-    assert pair.decode.handoffs.incoming.quarantined
+    assert pair.decode.handoffs.decode.quarantined
     pair.passes = lambda message: True
     pair.finish(request)
     assert tokens_of(request) == expected(FAMILY, prompt)
@@ -345,7 +345,7 @@ def test_the_end_of_an_unknown_room_is_answered_and_forgotten(pair: Pair, messag
 
 
 def test_rooms_that_ended_too_early_are_remembered_within_limits(pair: Pair) -> None:
-    outgoing = pair.prefill.handoffs.outgoing
+    outgoing = pair.prefill.handoffs.prefill
     for number in range(2 * MAX_EARLY):
         pair.at_prefill(Done(f"nowhere-{number}"))
     assert len(outgoing._unwanted) == MAX_EARLY
@@ -391,7 +391,7 @@ def test_a_reservation_that_cannot_be_served_is_refused_in_a_sentence(pair: Pair
     """The decode side learns so at once, and prefills by itself."""
     prompt = pair.fresh(4 * PAGE + 1)
     to_prefill, to_decode = pair.route(prompt)
-    other, outgoing = to_prefill(), pair.prefill.handoffs.outgoing
+    other, outgoing = to_prefill(), pair.prefill.handoffs.prefill
     if how == "aborted":
         pair.prefill.step()
         pair.prefill.abort(other)

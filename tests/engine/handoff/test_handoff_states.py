@@ -9,7 +9,7 @@ import pytest
 
 from kvtide.engine import Request
 from kvtide.engine.handoff.handoff_source import HandoffSource
-from kvtide.engine.handoff.handoff_state import NEXT, OVER, WAITING, HandoffState, IncomingHandoff
+from kvtide.engine.handoff.handoff_state import NEXT, OVER, WAITING, DecodeHandoff, HandoffState
 from kvtide.engine.handoff.messages import (
     Complete,
     Done,
@@ -48,7 +48,7 @@ def pair(shared: Pair) -> Iterator[Pair]:
     yield from shared.lent()
 
 
-def handoff_of(request: Request) -> IncomingHandoff:
+def handoff_of(request: Request) -> DecodeHandoff:
     assert request.handoff is not None
     return request.handoff
 
@@ -80,7 +80,7 @@ def epoch_of(request: Request) -> int:
 @pytest.mark.parametrize("before", list(S))
 def test_no_transition_happens_that_is_not_in_the_table(before: HandoffState) -> None:
     for after in S:
-        handoff = IncomingHandoff(HandoffSource(PEER, "room"), before)
+        handoff = DecodeHandoff(HandoffSource(PEER, "room"), before)
         if after in NEXT[before]:
             handoff.move(after, "why")
             assert handoff.state is after and handoff.reason == "why"
@@ -104,13 +104,13 @@ def test_a_handoff_passes_through_its_states_in_order(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     moves: list[tuple[HandoffState, HandoffState]] = []
-    move = IncomingHandoff.move
+    move = DecodeHandoff.move
 
-    def noted(handoff: IncomingHandoff, state: HandoffState, reason: str = "") -> None:
+    def noted(handoff: DecodeHandoff, state: HandoffState, reason: str = "") -> None:
         moves.append((handoff.state, state))
         move(handoff, state, reason)
 
-    monkeypatch.setattr(IncomingHandoff, "move", noted)
+    monkeypatch.setattr(DecodeHandoff, "move", noted)
     prompt = pair.fresh(5 * PAGE + 3)
     request = pair.answer(prompt)
     assert moves == list(itertools.pairwise((*OPEN, S.DECODING)))
@@ -154,10 +154,10 @@ def test_an_abort_before_the_peer_was_told_frees_the_slots_at_once(
     if routed:
         to_prefill()
     request = to_decode() if routed else pair.submit(prompt)
-    pair.decode.handoffs.incoming.poll()
+    pair.decode.handoffs.decode.poll()
     assert handoff_of(request).state is S.RESERVED and pair.held()["unsent reservations"] == 1
     pair.decode.abort(request)
-    assert not pair.decode.handoffs.incoming.quarantined
+    assert not pair.decode.handoffs.decode.quarantined
     pair.settle()
     assert not pair.sent(Reserve) and len(pair.sent(Done)) == routed
 
@@ -174,7 +174,7 @@ def test_a_failure_in_any_state_is_answered_from_here(
     pair.at_decode(Failed(room, epoch, "the peer is gone", silent))
     assert handoff_of(request).state is S.FAILED
     assert handoff_of(request).reason == "the peer is gone"
-    quarantined = pair.decode.handoffs.incoming.quarantined
+    quarantined = pair.decode.handoffs.decode.quarantined
     assert set(quarantined) == (set() if silent else {epoch})
     pair.passes = lambda message: True
     pair.finish(request)

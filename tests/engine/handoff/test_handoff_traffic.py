@@ -17,10 +17,10 @@ from dataclasses import dataclass
 import pytest
 
 from kvtide.engine import Engine, Request, RequestParams, SamplingParams
-from kvtide.engine.handoff.handoff_state import NEXT, HandoffState, IncomingHandoff
+from kvtide.engine.handoff.handoff_state import NEXT, DecodeHandoff, HandoffState
 from kvtide.engine.handoff.messages import Failed, Silent, StopWriting, from_json, to_json
-from kvtide.engine.handoff.outgoing import ABORTED, GAVE_WAY
 from kvtide.engine.handoff.own_memory import target_memory
+from kvtide.engine.handoff.prefill_handoffs import ABORTED, GAVE_WAY
 from kvtide.engine.request import Finish
 from kvtide.spec import Tier
 from tests.engine.handoff.handing_over import DEADLINE_S, DECODE, expected, family_pair, tokens_of
@@ -116,7 +116,7 @@ class Traffic:
         self.met["abort"] += 1
 
     def abort_prefill(self) -> None:
-        rooms = list(self.pair.prefill.handoffs.outgoing.rooms.values())
+        rooms = list(self.pair.prefill.handoffs.prefill.rooms.values())
         if rooms:
             self.pair.prefill.abort(self.chance.choice(rooms).request)
             self.met["abort of a prefill"] += 1
@@ -143,7 +143,7 @@ class Traffic:
 
     def lose_connection(self) -> None:
         """Messages on their way are gone; both sides notice, and then connect again."""
-        pair, incoming = self.pair, self.pair.decode.handoffs.incoming
+        pair, incoming = self.pair, self.pair.decode.handoffs.decode
         pair.to_prefill.clear()
         pair.to_decode.clear()
         pair.prefill.handoffs.peer_lost(DECODE)
@@ -171,7 +171,7 @@ class Traffic:
         They are counted in steps, of which a slow machine takes many while nothing is written: so
         there are none where nothing goes wrong.
         """
-        pair, incoming = self.pair, self.pair.decode.handoffs.incoming
+        pair, incoming = self.pair, self.pair.decode.handoffs.decode
         for asked in self.open:
             handoff = asked.request.handoff
             if handoff is None or handoff.receipt is None:
@@ -193,7 +193,7 @@ class Traffic:
                 pair.at_decode(Silent(self.room_of.pop(epoch), epoch))
                 self.met["silent by its leader"] += 1
         if self.faults:
-            pair.prefill.handoffs.outgoing.expire(float(self.steps), 2.0 * DEADLINE_STEPS)
+            pair.prefill.handoffs.prefill.expire(float(self.steps), 2.0 * DEADLINE_STEPS)
 
     # -- running ----------------------------------------------------------------------------
 
@@ -274,7 +274,7 @@ class Traffic:
         self.transport.held = False
         self.transport.fails = set()
         deadline = time.monotonic() + DEADLINE_S
-        while self.open or self.later or self.pair.decode.handoffs.incoming.quarantined:
+        while self.open or self.later or self.pair.decode.handoffs.decode.quarantined:
             self.step(more=False)
             assert time.monotonic() < deadline, self.pair.state()
         for _ in range(2 * DEADLINE_STEPS + 2):
@@ -293,13 +293,13 @@ class Traffic:
 def moves(monkeypatch: pytest.MonkeyPatch) -> set[tuple[HandoffState, HandoffState]]:
     """The transitions that handoffs make."""
     seen: set[tuple[HandoffState, HandoffState]] = set()
-    move = IncomingHandoff.move
+    move = DecodeHandoff.move
 
-    def noted(handoff: IncomingHandoff, state: HandoffState, reason: str = "") -> None:
+    def noted(handoff: DecodeHandoff, state: HandoffState, reason: str = "") -> None:
         seen.add((handoff.state, state))
         move(handoff, state, reason)
 
-    monkeypatch.setattr(IncomingHandoff, "move", noted)
+    monkeypatch.setattr(DecodeHandoff, "move", noted)
     return seen
 
 

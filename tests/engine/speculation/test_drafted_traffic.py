@@ -26,7 +26,7 @@ from kvtide.cache import CacheConfig, FetchPatience, Namespace, Ratio, TieredCac
 from kvtide.engine import Engine, Finish, Request, RequestParams, SamplingParams
 from kvtide.engine.chunks import ScheduledChunk
 from kvtide.engine.grammar.grammar import Grammar
-from kvtide.engine.oracle import Oracle
+from kvtide.engine.restore_oracle import RestoreOracle
 from kvtide.engine.runner import StepOutput
 from kvtide.engine.speculation.drafter import DraftWish, TokenDrafter
 from kvtide.engine.speculation.model_drafter import ModelDrafter
@@ -170,7 +170,7 @@ class Run:
             draw = Draw(seed, 0.15 if self.faulty else 0.0, FAULTS)
             self.cache.storage.attach(FaultyStore(store, draw))
         rate = rng.choice(self.check_rates)
-        self.oracle = Oracle(self.cache, rate, None) if rate else None
+        self.oracle = RestoreOracle(self.cache, rate, None) if rate else None
         self.drafter = self._drafter(model)
         self.engine = Engine(
             self.target,
@@ -286,7 +286,7 @@ class Run:
         assert self.oracle is None or self.oracle.counts.diverged == 0
         assert self.cache.drain(20) and self.cache.validate() == []
         for tier in (Tier.DEVICE, Tier.HOST):
-            while self.cache.sessions.give_way():
+            while self.cache.sessions.unpin_one():
                 pass
             self.cache.flush(tier)
         for pages in self.cache.stats().pages.values():

@@ -75,7 +75,7 @@ def test_slots_that_may_still_be_written_to_are_counted(pair: Pair) -> None:
         not isinstance(message, (Silent, Written, First, Complete, Failed))
     )
     request = pair.submit(PROMPT)
-    pair.run(lambda: bool(pair.prefill.handoffs.outgoing.rooms))
+    pair.run(lambda: bool(pair.prefill.handoffs.prefill.rooms))
     pair.decode.abort(request)
     pair.step()
     held = samples(decode_metrics, pair.decode)

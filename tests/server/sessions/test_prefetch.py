@@ -167,7 +167,7 @@ def test_a_session_that_lost_its_pin_is_still_known(server: InProcess) -> None:
     client = server.client
     ask(client, session_id="a", cache_salt="s")
     stored(client, PAGES)
-    server.on_loop(lambda: server.service.call(lambda engine: engine.cache.sessions.give_way()))
+    server.on_loop(lambda: server.service.call(lambda engine: engine.cache.sessions.unpin_one()))
     client.post("/admin/flush")
     came = prefetch(client, session_id="a", cache_salt="s")
     assert came["cached_tokens_details"]["device"] == came["fetched_tokens"] == PAGES * PAGE

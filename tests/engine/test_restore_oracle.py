@@ -10,7 +10,13 @@ import torch
 
 from kvtide.cache import CacheConfig, Ratio, TieredCache, Tokens
 from kvtide.engine import Engine, Request, RequestParams, SamplingParams
-from kvtide.engine.oracle import MAX_CHECKS, Oracle, RestoreBounds, bounds_of, deviation
+from kvtide.engine.restore_oracle import (
+    MAX_CHECKS,
+    RestoreBounds,
+    RestoreOracle,
+    bounds_of,
+    deviation,
+)
 from kvtide.models import Model
 from kvtide.spec import Tier
 from kvtide.spec.families import KVDType
@@ -37,7 +43,7 @@ def engine_with_oracle(
 ) -> Engine:
     config = CacheConfig(Tokens(1024), host_size=Ratio(4), tokens_per_checkpoint=64)
     cache = TieredCache(model.memory, config)
-    return Engine(model, cache, chunk_tokens=64, oracle=Oracle(cache, fraction, bounds))
+    return Engine(model, cache, chunk_tokens=64, oracle=RestoreOracle(cache, fraction, bounds))
 
 
 def serve(engine: Engine, *asks: RequestParams) -> list[Request]:

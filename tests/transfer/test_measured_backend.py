@@ -1,4 +1,4 @@
-"""Auto: pieces go to the backend that was faster with runs of their length, per direction."""
+"""Pieces go to the backend that was faster with runs of their length, per direction."""
 
 from __future__ import annotations
 
@@ -10,12 +10,18 @@ import torch
 
 from kvtide.spec import PageMove
 from kvtide.tiers.layout import Layout, Piece
-from kvtide.transfer import auto
-from kvtide.transfer.auto import LENGTHS_BYTES, Auto, LinkMeasurement, measure, shortest_direct
+from kvtide.transfer import measured_backend
 from kvtide.transfer.backends import open_backend
 from kvtide.transfer.copy_jobs import Copier
 from kvtide.transfer.copy_kernel import Kernel
 from kvtide.transfer.lane import Backend, Lane
+from kvtide.transfer.measured_backend import (
+    LENGTHS_BYTES,
+    LinkMeasurement,
+    MeasuredBackend,
+    measure,
+    shortest_direct,
+)
 from kvtide.transfer.strided import Reference, Strided, Way, runs
 from kvtide.transfer.timeline import CudaTimeline, HostTimeline
 from tests.transfer.memories import MEMORIES, Sketch, Tiers, pick, some_slots
@@ -57,7 +63,7 @@ def job(way: Way, *legs: Sequence[int]) -> list[Strided]:
 
 def test_long_pieces_go_to_the_copy_engine_and_short_ones_to_the_kernel() -> None:
     kernel, direct = Recorder("kernel"), Recorder("direct")
-    both = Auto(kernel, direct, {Way.LOAD: 4096, Way.BACKUP: 4096})
+    both = MeasuredBackend(kernel, direct, {Way.LOAD: 4096, Way.BACKUP: 4096})
     assert len(list(both.issue(job(Way.LOAD, [4095, 64, 4096], [], [8192]), 3))) == 3
     assert kernel.sizes == [[[4095, 64], [], []]]
     assert direct.sizes == [[[4096], [], [8192]]]
@@ -65,7 +71,7 @@ def test_long_pieces_go_to_the_copy_engine_and_short_ones_to_the_kernel() -> Non
 
 def test_each_way_has_its_own_length() -> None:
     kernel, direct = Recorder("kernel"), Recorder("direct")
-    both = Auto(kernel, direct, {Way.LOAD: 1024, Way.BACKUP: 4096})
+    both = MeasuredBackend(kernel, direct, {Way.LOAD: 1024, Way.BACKUP: 4096})
     for way in Way:
         list(both.issue(job(way, [512, 2048, 8192]), 1))
     assert kernel.sizes == [[[512]], [[512, 2048]]]
@@ -74,7 +80,7 @@ def test_each_way_has_its_own_length() -> None:
 
 def test_a_leg_is_over_when_both_have_issued_theirs() -> None:
     log: list[str] = []
-    both = Auto(Recorder("kernel", log), Recorder("direct", log), dict.fromkeys(Way, 64))
+    both = MeasuredBackend(Recorder("kernel", log), Recorder("direct", log), dict.fromkeys(Way, 64))
     issuing = both.issue(job(Way.LOAD, [32, 96], [32, 96]), 2)
     next(issuing)
     assert sorted(log) == ["direct 0", "kernel 0"]
@@ -85,7 +91,7 @@ def test_a_leg_is_over_when_both_have_issued_theirs() -> None:
 def test_slots_go_with_both_parts_and_an_empty_part_is_not_handed_over() -> None:
     kernel, direct = Recorder("kernel"), Recorder("direct")
     given: list[Strided] = []
-    both = Auto(_keeping(kernel, given), _keeping(direct, given), dict.fromkeys(Way, 64))
+    both = MeasuredBackend(_keeping(kernel, given), _keeping(direct, given), dict.fromkeys(Way, 64))
     list(both.issue(job(Way.LOAD, [32, 96]), 1))
     assert [work.source_index.tolist() for work in given] == [[4, 2], [4, 2]]
     assert [work.target_index.tolist() for work in given] == [[1, 0], [1, 0]]
@@ -113,7 +119,7 @@ def test_what_two_backends_copy_together_is_all_of_it(
     tiers = Tiers(memory, layouts, device, (some_slots(memory, 6), some_slots(memory, 5)))
     on_cuda = device.type == "cuda"
     engine = open_backend("direct", tiers.device, tiers.host) if on_cuda else Reference()
-    both = Auto(Kernel(device), engine, {Way.LOAD: 400, Way.BACKUP: 1440})
+    both = MeasuredBackend(Kernel(device), engine, {Way.LOAD: 400, Way.BACKUP: 1440})
     lanes = {
         way: Lane(way.name, CudaTimeline(device) if on_cuda else HostTimeline(), both)
         for way in Way
@@ -196,7 +202,7 @@ def test_measurements_stay_within_both_tiers_and_take_only_lengths_that_fit(
         list(backend.issue([work], 1))
         return {"kernel": 1.0, "direct": 2.0}[backend.name]
 
-    monkeypatch.setattr(auto, "_bytes_s", checked)
+    monkeypatch.setattr(measured_backend, "_bytes_s", checked)
     results = measure(tiers.device, tiers.host, Recorder("kernel"), Recorder("direct"))
     fitting = [length for length in LENGTHS_BYTES if 8 * length <= tiers.device.data.numel()]
     assert 0 < len(fitting) < len(LENGTHS_BYTES)
@@ -219,7 +225,7 @@ def test_both_backends_are_timed_on_a_real_device(device: torch.device) -> None:
     layouts = (Layout.LAYER_FIRST, Layout.PAGE_FIRST)
     tiers = Tiers(memory, layouts, device, ({"kv": 2048}, {"kv": 2048}))
     chosen = open_backend("auto", tiers.device, tiers.host)
-    assert isinstance(chosen, Auto)
+    assert isinstance(chosen, MeasuredBackend)
     assert set(chosen.min_direct_bytes) == set(Way)
     assert all(
         shortest in (*LENGTHS_BYTES, 2 * LENGTHS_BYTES[-1])

@@ -1,4 +1,4 @@
-"""Restores that are checked while serving: some prefixes are recomputed and compared.
+"""`--verify-restores`: some restored prefixes are recomputed while serving, and compared.
 
     a request resumes from a cached prefix ──sampled──▶ the oracle keeps its first logits
         a check is queued: the same prompt, computed in scratch pages
@@ -149,7 +149,7 @@ class PoolPages(NamedTuple):
         )
 
 
-class Oracle:
+class RestoreOracle:
     """`fraction` of restores are checked; `bounds` None means to the last bit."""
 
     def __init__(

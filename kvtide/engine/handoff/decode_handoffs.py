@@ -1,10 +1,10 @@
-"""The decode side of handoffs: slots for pages that a peer writes, and what becomes of them.
+"""The decode side of handoffs: it asks a prefill server for missing pages, and receives them.
 
-A request that comes with a `HandoffSource` waits until its fetch from storage is over. Then the
-tiers are asked what is missing; slots are taken for all of it, or the request goes on waiting. The
-peer gets the slots, and writes pages there in any order. Each page is adopted when it has
-landed. The first token comes as soon as the peer has sampled it, and goes to the client at once.
-When the last page and the tail have landed, the request is admitted with all of its prompt
+A request that comes with a `HandoffSource` waits until its fetch from storage is over. Then it is
+matched against the tiers, and slots are taken for all pages that are missing, or the request goes
+on waiting. The peer gets the slots, and writes pages there in any order. Each page is adopted when
+it has landed. The first token comes as soon as the peer has sampled it, and goes to the client at
+once. When the last page and the tail have landed, the request is admitted with all of its prompt
 computed.
 
 All ranks are given the same messages in the same order, and decide alike. One rank, the leader,
@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping
 import numpy as np
 
 from kvtide.cache import Receipt, TieredCache
-from kvtide.engine.handoff.handoff_state import HandoffState, IncomingHandoff
+from kvtide.engine.handoff.handoff_state import DecodeHandoff, HandoffState
 from kvtide.engine.handoff.messages import (
     Ask,
     Complete,
@@ -44,7 +44,7 @@ Outbox = Callable[[str, Message], None]
 """Sends a message to a peer, by its address. It never blocks."""
 
 
-class IncomingHandoffs:
+class DecodeHandoffs:
     """`min_tokens`: a prompt that misses fewer is prefilled here. `drafts`: a draft of this side
     needs its own state of a request's tokens. `on_first`: a first token has come. `on_over`: a
     handoff has ended.
@@ -84,7 +84,7 @@ class IncomingHandoffs:
         """A request that another server may prefill was queued."""
         source = request.params.handoff_from
         assert source is not None
-        request.handoff = IncomingHandoff(source)
+        request.handoff = DecodeHandoff(source)
         self._requests[request.number] = request
 
     def poll(self) -> None:
@@ -316,7 +316,7 @@ class IncomingHandoffs:
         self._on_over(request)
 
 
-def _of(request: Request) -> IncomingHandoff:
+def _of(request: Request) -> DecodeHandoff:
     assert request.handoff is not None
     return request.handoff
 

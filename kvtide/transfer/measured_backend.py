@@ -43,7 +43,7 @@ class LinkMeasurement:
         return self.direct_bytes_s >= NEARLY_EVEN * self.kernel_bytes_s
 
 
-class Auto:
+class MeasuredBackend:
     """`min_direct_bytes[way]`: the shortest run that goes to the copy engine."""
 
     name = "auto"
@@ -75,11 +75,11 @@ class Auto:
         return parts
 
 
-def measured_auto(device: Buffers, host: Buffers) -> Auto:
+def fastest_of_both(device: Buffers, host: Buffers) -> MeasuredBackend:
     """Time both backends on these empty tiers, and choose."""
     kernel, direct = strided_kernel(device.data.device), Direct()
     results = measure(device, host, kernel, direct)
-    return Auto(kernel, direct, {way: shortest_direct(results, way) for way in Way})
+    return MeasuredBackend(kernel, direct, {way: shortest_direct(results, way) for way in Way})
 
 
 def shortest_direct(results: list[LinkMeasurement], way: Way) -> int:

@@ -53,7 +53,7 @@ one side before the other came."""
 
 
 @dataclass(slots=True, eq=False)
-class OutgoingHandoff:
+class PrefillHandoff:
     """One prompt that is prefilled for a peer.
 
     boundary  the page at which the tail begins
@@ -98,7 +98,7 @@ class OutgoingHandoff:
         return not self.in_flight and (self.released or self.request.finish is None)
 
 
-class OutgoingHandoffs:
+class PrefillHandoffs:
     """`writer`: None where nothing can be handed over. `report` and `on_computed` go to the
     leader's `RankReports`. `speculation`: its draft's state goes over with the tail."""
 
@@ -108,14 +108,14 @@ class OutgoingHandoffs:
         self.on_computed: Callable[[First, Complete], None] = _unheard
         self.ended: Counter[str] = Counter()
         self._cache, self._speculation = cache, speculation
-        self._rooms: dict[str, OutgoingHandoff] = {}
+        self._rooms: dict[str, PrefillHandoff] = {}
         self._early: dict[str, tuple[str, Reserve]] = {}
         self._gone: dict[str, str] = {}
         self._unwanted: dict[str, str] = {}
         self._lock = threading.Lock()
 
     @property
-    def rooms(self) -> Mapping[str, OutgoingHandoff]:
+    def rooms(self) -> Mapping[str, PrefillHandoff]:
         """Handoffs that are not over."""
         return self._rooms
 
@@ -132,7 +132,7 @@ class OutgoingHandoffs:
         boundary = (request.prompt.tokens - 1) // self._cache.memory.page_tokens
         if boundary:
             request.prompt.checkpoints = (boundary,)
-        handoff = OutgoingHandoff(request, boundary)
+        handoff = PrefillHandoff(request, boundary)
         handoff.released = self._unwanted.pop(target.room, None) is not None
         self._gone.pop(target.room, None)
         request.is_quiet = handoff.is_quiet
@@ -236,7 +236,7 @@ class OutgoingHandoffs:
             elif now - handoff.unclaimed > timeout_s:
                 self._drop(room, f"no decode server came for the prompt within {timeout_s:g} s")
 
-    def give_way(self) -> None:
+    def drop_unclaimed(self) -> None:
         """Nothing runs: drop the last computed prompt that no peer has come for, if a prompt that a
         peer has slots for waits for room here.
 
@@ -290,7 +290,7 @@ class OutgoingHandoffs:
         unfinished = handoff.request.finish is None
         return handoff.request if unfinished and target is not None and target.asked else None
 
-    def _forget_if_over(self, room: str, handoff: OutgoingHandoff) -> None:
+    def _forget_if_over(self, room: str, handoff: PrefillHandoff) -> None:
         if handoff.is_over and self._rooms.get(room) is handoff:
             del self._rooms[room]
             self.ended["failed" if handoff.failed else "handed_over"] += 1
@@ -301,7 +301,7 @@ class OutgoingHandoffs:
 
     # -- writing ----------------------------------------------------------------------------
 
-    def _reserve(self, handoff: OutgoingHandoff, peer: str, message: Reserve) -> None:
+    def _reserve(self, handoff: PrefillHandoff, peer: str, message: Reserve) -> None:
         before, over = handoff.reserve, handoff.failed or handoff.released
         if before is not None and (handoff.peer, before.epoch) == (peer, message.epoch):
             return  # It was sent twice.
@@ -319,7 +319,7 @@ class OutgoingHandoffs:
         else:
             self._send(handoff)
 
-    def _problem(self, handoff: OutgoingHandoff, peer: str, reserve: Reserve) -> str:
+    def _problem(self, handoff: PrefillHandoff, peer: str, reserve: Reserve) -> str:
         """Why nothing can be written for a reservation; empty if it can."""
         prompt = prompt_digest(handoff.request.params)
         if self.writer is None or not self.writer.knows(peer):
@@ -330,7 +330,7 @@ class OutgoingHandoffs:
             return "the room has another prompt or namespace here; send both the same request"
         return ""
 
-    def _fail(self, handoff: OutgoingHandoff, reason: str) -> None:
+    def _fail(self, handoff: PrefillHandoff, reason: str) -> None:
         """End a handoff that cannot go on; the peer learns of it once it has reserved."""
         was_over, handoff.failed = handoff.failed or handoff.released, True
         if handoff.reserve is not None and not was_over:
@@ -365,7 +365,7 @@ class OutgoingHandoffs:
         of_rank = reason, silent, rank, captured
         self.report(RankReport(kind, of.room, of.epoch, numbers, dict(absent), *of_rank))
 
-    def _send(self, handoff: OutgoingHandoff) -> None:
+    def _send(self, handoff: PrefillHandoff) -> None:
         """Give the sender the pages that are computed and not sent, then the tail."""
         reserve, lease = handoff.reserve, handoff.lease or handoff.request.lease
         if reserve is None or lease is None or lease.loading or lease.failed:
@@ -382,7 +382,7 @@ class OutgoingHandoffs:
 
     def _send_pages(
         self,
-        handoff: OutgoingHandoff,
+        handoff: PrefillHandoff,
         reserve: Reserve,
         lease: Lease,
         tables: Mapping[str, Numbers],
@@ -402,7 +402,7 @@ class OutgoingHandoffs:
         handoff.sent.update(numbers)
 
     def _ready(
-        self, handoff: OutgoingHandoff, anchor: str, pages: Numbers, lease: Lease
+        self, handoff: PrefillHandoff, anchor: str, pages: Numbers, lease: Lease
     ) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
         """Which pages are computed; windows and states are those of the boundary alone."""
         assert self.writer is not None and handoff.peer is not None
@@ -413,7 +413,7 @@ class OutgoingHandoffs:
         return np.full(len(pages), lease.committed_pages >= handoff.boundary)
 
     def _absent(
-        self, handoff: OutgoingHandoff, reserve: Reserve, lease: Lease, numbers: set[int]
+        self, handoff: PrefillHandoff, reserve: Reserve, lease: Lease, numbers: set[int]
     ) -> dict[str, tuple[int, ...]]:
         """The places whose page here lacks an optional sidecar that the peer keeps."""
         assert self.writer is not None and handoff.peer is not None
@@ -435,7 +435,7 @@ class OutgoingHandoffs:
         return found
 
     def _send_tail(
-        self, handoff: OutgoingHandoff, reserve: Reserve, tables: Mapping[str, Numbers]
+        self, handoff: PrefillHandoff, reserve: Reserve, tables: Mapping[str, Numbers]
     ) -> None:
         """The page behind the boundary: of every anchor, all that its slot has."""
         assert self.writer is not None and handoff.peer is not None
@@ -462,7 +462,7 @@ class OutgoingHandoffs:
 
     def _submit(
         self,
-        handoff: OutgoingHandoff,
+        handoff: PrefillHandoff,
         reserve: Reserve,
         work: PageWrite,
         report: Callable[[], None],
