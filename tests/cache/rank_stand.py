@@ -169,11 +169,12 @@ class Stand:
 
     def compute(self, lease: Lease, upto: int, without: Collection[str] = ()) -> None:
         """Write the pages up to a token as a model would, and commit them."""
-        for page in range(self._written[lease], upto // PAGE):
+        pages = max(self._written[lease], (upto - self.memory.holdback) // PAGE)
+        for page in range(self._written[lease], pages):
             for pool, layer, slot in self._rows(lease, page):
                 if pool not in without:
                     self._row(pool, layer, slot).copy_(self._expected(lease, pool, layer, page))
-        self._written[lease] = max(self._written[lease], upto // PAGE)
+        self._written[lease] = pages
         self.cache.commit(lease, upto, without)
 
     @property
@@ -281,8 +282,10 @@ class Stand:
         return self.cache.hardware.device.rows(pool, layer)[slot]
 
     def _expected(self, lease: Lease, pool: str, layer: int, page: int) -> torch.Tensor:
-        """Different for every rank, pool, layer and prefix."""
-        tokens = lease.prompt.body[: (page + 1) * PAGE * 4]
+        """Different for every rank, pool, layer and prefix: a draft's page depends on the tokens
+        behind it, the others do not."""
+        behind = self.memory.holdback if pool in self.optional else 0
+        tokens = lease.prompt.packed[: ((page + 1) * PAGE + behind) * 4]
         digest = hashlib.shake_256(repr((self.world.rank, pool, layer)).encode() + tokens)
         size = self.memory.pool(pool).row_bytes(PAGE)
         return torch.frombuffer(bytearray(digest.digest(size)), dtype=torch.uint8)
