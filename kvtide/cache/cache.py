@@ -38,7 +38,7 @@ from kvtide.cache.supplements.supplements import Supplements
 from kvtide.cache.write_policies import POLICIES
 from kvtide.index import DEFAULT_NAMESPACE, Arrival, Index, Namespace, Placement, Prompt, Stop
 from kvtide.index import IndexLease as IndexLease
-from kvtide.index.keys import Tokens
+from kvtide.index.keys import MAX_TOKEN, Tokens
 from kvtide.spec import ALL, ModelMemory, PageMove, Slots, Tier
 from kvtide.transfer.strided import Way
 from kvtide.transfer.transfers import Transfers, TransferState
@@ -158,10 +158,13 @@ class TieredCache:
 
     @property
     def history_tokens(self) -> int:
-        """Tokens of all sequences together whose history fits: on the device, or at home."""
+        """Tokens of all sequences together whose history fits: on the device, or at home.
+
+        A memory of windows and states alone gives back what sequences have passed, and bounds none.
+        """
         histories = [anchor for anchor in self.memory.anchors if anchor.reuse.reach is ALL]
-        pages = [self.index.capacity(a.home, a.name) for a in histories or self.memory.anchors]
-        return min(pages) * self.memory.page_tokens
+        pages = (self.index.capacity(anchor.home, anchor.name) for anchor in histories)
+        return min(pages, default=MAX_TOKEN) * self.memory.page_tokens
 
     def grow(self, lease: Lease, tokens: int, growth_pages: int = 0) -> bool:
         """Take slots for the lease's tokens up to `tokens`; False, and nothing changed, if full.

@@ -34,3 +34,27 @@ def test_the_longest_sequence_is_served_alone_resumed_and_in_company(family, pag
         assert engine.idle, "it waits for ever"
         assert all(len(request.output) == 3 for request in requests)
     cache.close()
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("pages", [1, 8])
+def test_windows_alone_bound_no_sequence(pages: int) -> None:
+    """What a sequence has passed is given back: its positions are its only limit."""
+    model = ours("mistral-windows", page_tokens=PAGE)
+    cache = TieredCache(model.memory, CacheConfig(Tokens(pages * PAGE), host_size=Ratio(2)))
+    engine = Engine(model, cache, chunk_tokens=37)
+    assert engine.max_sequence_tokens == model.max_positions
+    rng = random.Random(1)
+    held = PAGE * sum(cache.index.capacity(a.home, a.name) for a in model.memory.anchors)
+    long = tuple(rng.randrange(1, VOCABULARY) for _ in range(4 * held))
+    for prompts in ([long], [long], [long, long[::-1], long[: PAGE + 1]]):
+        requests = [engine.submit(RequestParams(prompt, 3)) for prompt in prompts]
+        for _ in range(200):
+            if engine.idle:
+                break
+            engine.step()
+            assert cache.validate() == []
+            cache.drain(10)
+        assert engine.idle, "it waits for ever"
+        assert all(len(request.output) == 3 for request in requests)
+    cache.close()

@@ -165,6 +165,8 @@ def test_a_request_that_is_retracted_goes_on_as_one_engine_does(
     named, model, rng = family_of(family), tmp_path / "model", random.Random(7)
     oracle(named.model).save_pretrained(model)
     few = ("--device-tokens", str(DEVICE_TOKENS), "--host-ratio", "8")
+    if family == "mistral-windows":  # Windows give slots back: here the batch has no place.
+        few = ("--device-tokens", str(DEVICE_TOKENS), "--host-ratio", "8", "--max-running", "1")
     few += ("--resident", family.partition(" ")[2] or "all")
     one = alone(model)
     long, urgent = ([rng.randrange(1, VOCABULARY) for _ in range(n)] for n, _ in (LONG, URGENT))
