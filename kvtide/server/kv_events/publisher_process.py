@@ -71,9 +71,9 @@ class PublisherProcess:
                 ready = dict(poller.poll(LOOK_MS))
                 if server.fileno() in ready:
                     self._hear(Feed.unpacked(server.recv_bytes()))
-                self.broadcast.answer()
                 self._open_folder()
                 self._publish_changes()
+                self.broadcast.answer()  # The present state is then what was published.
                 self.broadcast.beat()
                 self._report(server)
         except (EOFError, ConnectionError):

@@ -85,6 +85,11 @@ class Consumer:
             if wanted.get(where, set()) != self._known[where]
         )
 
+    def ask_for_state(self) -> None:
+        """As one that has missed more than the publisher keeps."""
+        assert self._next is not None
+        self._ask(self._next - 1000)
+
     def _hear(self, number: int, payload: bytes) -> None:
         if self._next is None or number > self._next:
             self._ask(0 if self._next is None else self._next)

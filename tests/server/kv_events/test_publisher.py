@@ -85,6 +85,20 @@ def test_a_stretch_that_the_buffer_has_lost_is_made_up_by_the_present_state() ->
         assert replays(made, consumer)["state"] > before
 
 
+def test_the_present_state_is_what_was_published_though_more_is_known() -> None:
+    """A replay is asked for while changes arrive: those follow in the next batch, once."""
+    settings = KVEventSettings(LOCAL, LOCAL, replay_batches=1)
+    with followed("window", settings=settings) as (made, consumer):
+        made.go(60)
+        made.known_to(consumer)
+        for _ in range(60):
+            made.go(2)
+            consumer.ask_for_state()
+            consumer.poll()
+        made.known_to(consumer)
+        assert replays(made, consumer)["state"] > 30
+
+
 def test_a_consumer_that_comes_late_learns_everything_though_nothing_happens() -> None:
     with followed("window", settings=KVEventSettings(LOCAL, LOCAL, replay_batches=1)) as (made, _):
         made.go(100)
