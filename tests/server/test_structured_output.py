@@ -334,11 +334,15 @@ QUESTION = "Alice is 31 years old and lives in 10115 Berlin. Answer in JSON: who
 @pytest.mark.full
 def test_the_default_model_answers_by_a_schema_with_and_without_drafts(smollm2: InProcess) -> None:
     fields = {"response_format": schema_format(NAMED), "max_tokens": 60, "temperature": 0}
+    lengths = smollm2.engine.accept_length_stats
+    assert lengths is not None
+    # The first steps of a batch size are plain, and timed: drafts follow where they pay.
+    smollm2.client.chat("Count to forty.", max_tokens=96, ignore_eos=True, temperature=0)
+    before = lengths.accepted
     drafted = smollm2.client.chat(QUESTION, **fields)["choices"][0]
     assert drafted["finish_reason"] == "stop"
     check(drafted["message"]["content"], NAMED)
-    lengths = smollm2.engine.accept_length_stats
-    assert lengths is not None and lengths.accepted > 0
+    assert lengths.accepted > before
     plain = smollm2.client.chat(QUESTION, **fields, speculate=False)["choices"][0]
     assert plain["message"] == drafted["message"]
 
