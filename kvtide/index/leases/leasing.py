@@ -22,7 +22,7 @@ from kvtide.spec import ModelMemory, PageMove, Slots, Tier
 _TIERS = tuple(Tier)
 
 
-class Wish(NamedTuple):
+class CheckpointRequest(NamedTuple):
     """Which windows and states a reservation keeps.
 
     checkpoints  page boundaries; None lets the placement choose
@@ -34,6 +34,8 @@ class Wish(NamedTuple):
 
 
 class Leasing:
+    """The verbs of a lease. Every one of them leaves the tree and all counts right."""
+
     def __init__(
         self,
         memory: ModelMemory,
@@ -58,22 +60,24 @@ class Leasing:
         self._finite = frozenset(reach for reach in self._reaches if reach is not None)
 
     def owns(self, lease: IndexLease) -> bool:
+        """Whether this index leased it, and it is not released."""
         return self._tree.leases.get(lease.number) is lease
 
     # -- pinning ----------------------------------------------------------------------------
 
     def pin(self, hit: Hit, priority: int) -> IndexLease:
+        """Lease the hit's prefix: pin what a resume at its boundary needs, and note its use."""
         tree = self._tree
         assert hit.tick == tree.tick, "the index changed since this hit; match again"
         tree.tick += 1
         node = self._node_ending(hit) if hit.boundary else tree.root(hit.prompt)
         node.leases += 1
         lease = IndexLease(tree.next_number(), hit.prompt, node, hit.boundary, priority)
-        lease.begun = hit.boundary
+        lease.pinned_at = hit.boundary
         if tree.finite_cells and hit.nodes:
             lease.branches = hit.branches
             if len(hit.nodes[-1].children) < 2:
-                self._placement.parted(hit.matched, hit.nodes[-1].stop)
+                self._placement.note_branch(hit.matched, hit.nodes[-1].stop)
         tree.leases[lease.number] = lease
         self._pin_prefix(lease)
         tree.use(node, priority, hits=1)
@@ -119,37 +123,42 @@ class Leasing:
     # -- reserving --------------------------------------------------------------------------
 
     def reserve(self, lease: IndexLease, tokens: int, growth: int) -> bool:
-        return self._reserve(lease, tokens, growth, Wish(None))
+        """Take slots up to `tokens`, with the placement's checkpoints."""
+        return self._reserve(lease, tokens, growth, CheckpointRequest(None))
 
     def reserve_with(
         self, lease: IndexLease, tokens: int, checkpoints: Iterable[int], growth: int
     ) -> bool:
-        return self._reserve(lease, tokens, growth, Wish(tuple(checkpoints)))
+        """Take slots up to `tokens`, with these checkpoints."""
+        return self._reserve(lease, tokens, growth, CheckpointRequest(tuple(checkpoints)))
 
     def advance(self, lease: IndexLease, tokens: int, growth: int) -> bool:
-        return self._reserve(lease, tokens, growth, Wish(None, at_end=True))
+        """Take slots up to `tokens`, from where the request computes on."""
+        return self._reserve(lease, tokens, growth, CheckpointRequest(None, at_end=True))
 
     def advance_without_checkpoints(self, lease: IndexLease, tokens: int, growth: int) -> bool:
-        return self._reserve(lease, tokens, growth, Wish((), at_end=True))
+        """The same, keeping only what the request itself continues from."""
+        return self._reserve(lease, tokens, growth, CheckpointRequest((), at_end=True))
 
-    def _reserve(self, lease: IndexLease, tokens: int, growth: int, wish: Wish) -> bool:
+    def _reserve(
+        self, lease: IndexLease, tokens: int, growth: int, keep: CheckpointRequest
+    ) -> bool:
         assert lease.live and self.owns(lease), "reserving with a lease that is not this index's"
         tree = self._tree
         tree.tick += 1
         start = lease.reserved
         open_end = max(start, -(-tokens // self._page))
         end = max(start, min(open_end, (tokens - self._holdback) // self._page))
-        planned, checkpoints = end, wish.checkpoints
-        fresh = checkpoints is None and self._unplaced(lease, tokens, end, wish)
+        planned, checkpoints = end, keep.checkpoints
+        fresh = checkpoints is None and self._unplaced(lease, tokens, end, keep)
         if fresh:
             planned = max(end, self._full_pages(lease.prompt))
-            begun = lease.boundary
-            placed = self._placement.checkpoints(begun, planned, lease.branches)
+            placed = self._placement.checkpoints(lease.boundary, planned, lease.branches)
             checkpoints = (*placed, *lease.prompt.checkpoints)
         stops = lease.wanted if checkpoints is None else checkpoints
-        kept = (*stops, end) if wish.at_end else stops
+        kept = (*stops, end) if keep.at_end else stops
         segments = plan(start, end, open_end, kept, self._reaches)
-        if wish.at_end and self._finite:
+        if keep.at_end and self._finite:
             segments = self._cut_at_checkpoints(segments, stops)
         needs_row = self._has_hot_pools and lease.hot_row < 0
         if needs_row and not tree.hot_rows.available:
@@ -161,13 +170,13 @@ class Leasing:
             tree.hot_rows.reserve(1)
             (lease.hot_row,) = tree.hot_rows.take(1).tolist()
         if fresh:
-            self._placement.placed(lease.boundary, planned, len(set(stops)))
+            self._placement.note_placed(lease.boundary, planned, len(set(stops)))
             lease.placed = planned
         if checkpoints is not None:
             others = (stop for stop in lease.wanted if not start < stop <= end)
             lease.wanted = (*others, *stops)
         lease.planned = max(lease.planned, planned)
-        lease.running = lease.running or wish.at_end
+        lease.running = lease.running or keep.at_end
         for first, last, anchors in segments:
             segment = Segment(first, last, {})
             for cell in (tree.homes[anchor] for anchor in anchors):
@@ -175,7 +184,7 @@ class Leasing:
             lease.segments.append(segment)
         return True
 
-    def _unplaced(self, lease: IndexLease, tokens: int, end: int, wish: Wish) -> bool:
+    def _unplaced(self, lease: IndexLease, tokens: int, end: int, keep: CheckpointRequest) -> bool:
         """Whether the placement has yet to choose this request's checkpoints.
 
         It chooses once, for all of the prompt, however small the chunks in which that is computed.
@@ -183,7 +192,7 @@ class Leasing:
         """
         if not self._tree.finite_cells:
             return False
-        if wish.at_end:
+        if keep.at_end:
             full = (min(tokens, lease.prompt.tokens) - self._holdback) // self._page
             return not lease.placed and lease.boundary < full
         return max(lease.reserved, lease.placed) < end
@@ -246,6 +255,7 @@ class Leasing:
     # -- committing -------------------------------------------------------------------------
 
     def commit(self, lease: IndexLease, tokens: int, without: Collection[str]) -> None:
+        """Hang the pages up to `tokens` on the tree, and let the lease stand and pin there."""
         tree = self._tree
         upto = (tokens - self._holdback) // self._page
         assert lease.live and self.owns(lease), "committing with a lease that is not this index's"
@@ -256,7 +266,7 @@ class Leasing:
             return
         tree.tick += 1
         self._find_root(lease)
-        before, stood = lease.node, lease.boundary
+        start_node, start_page = lease.node, lease.boundary
         while lease.boundary < upto:
             segment = lease.segments.pop(0)
             if segment.end > upto:
@@ -266,15 +276,15 @@ class Leasing:
                     where = tree.cells[cell]
                     name = tree.anchor_names[where.anchor]
                     tree.presence.mark(where.tier, name, slots, without)
-            self._insert(lease, segment, before)
+            self._insert(lease, segment, start_node)
             lease.boundary = segment.end
         lease.node.leases += 1
         if tree.finite_cells:
-            self._note_stop(lease, before)
-        self._move_pins(lease, before)
-        before.leases -= 1
+            self._record_extent(lease, start_node)
+        self._move_pins(lease, start_node)
+        start_node.leases -= 1
         if lease.running:
-            self._pass_on(lease, stood)
+            self._drop_passed(lease, start_page)
         sweep(tree, hidden_roots([lease.node]))
 
     def _find_root(self, lease: IndexLease) -> None:
@@ -295,10 +305,10 @@ class Leasing:
         segment.end = at
         return rest
 
-    def _insert(self, lease: IndexLease, segment: Segment, stand: Node) -> None:
+    def _insert(self, lease: IndexLease, segment: Segment, start_node: Node) -> None:
         """Hang the segment's pages below `lease.node`, which ends where the segment begins.
 
-        `stand` is the node at which the lease stood before.
+        `start_node` is where the lease stood when the commit began.
         """
         tree, body, page_bytes = self._tree, lease.prompt.body, self._tree.page_bytes
         at, slots = segment.start, segment.slots
@@ -307,8 +317,8 @@ class Leasing:
             child = lease.node.children.get(body[offset : offset + page_bytes])
             if child is None:
                 tokens = body[offset : segment.end * page_bytes]
-                if lease.node is stand and self._can_extend(stand, tokens, slots):
-                    tree.extend(stand, tokens, slots)
+                if lease.node is start_node and self._can_extend(start_node, tokens, slots):
+                    tree.extend(start_node, tokens, slots)
                 else:
                     self._append(lease, tokens, slots)
                 return
@@ -387,23 +397,23 @@ class Leasing:
                 self.repin(lease)
 
     @staticmethod
-    def _note_stop(lease: IndexLease, before: Node) -> None:
+    def _record_extent(lease: IndexLease, start_node: Node) -> None:
         """Record how far the request that committed these nodes computes full pages."""
         node = lease.node
         stop = max(lease.boundary, lease.planned)
         while True:
             node.stop = max(node.stop, stop)
-            if node is before or node.parent is None:
+            if node is start_node or node.parent is None:
                 return
             node = node.parent
 
-    def _move_pins(self, lease: IndexLease, before: Node) -> None:
+    def _move_pins(self, lease: IndexLease, start_node: Node) -> None:
         """Pin the committed pages: pins of histories extend, those of windows and states move."""
         tree = self._tree
         old, lease.pins = lease.pins, []
         for anchor, reach in enumerate(self._reaches):
             if (cell := tree.homes[anchor]) in self._histories:
-                tree.pins.below(cell, lease.node, before)
+                tree.pins.below(cell, lease.node, start_node)
                 lease.pins.append(Pin(cell, lease.node, 0))
             else:
                 start = 0 if reach is None else max(0, lease.boundary - reach)
@@ -420,14 +430,14 @@ class Leasing:
         return [
             pin
             for stop in stops
-            if lease.begun < stop < lease.boundary and stop in ends
+            if lease.pinned_at < stop < lease.boundary and stop in ends
             for pin in self._tree.pins.fastest(
                 anchor, ends[stop], max(0, stop - (reach or 0)), Tier.DEVICE
             )
         ]
 
-    def _pass_on(self, lease: IndexLease, stood: int) -> None:
-        """Drop the windows and states that served only the step from page `stood`."""
+    def _drop_passed(self, lease: IndexLease, start_page: int) -> None:
+        """Drop the windows and states that served only the step from page `start_page`."""
         tree = self._tree
         for cell in range(tree.anchors):
             reach = self._reaches[cell]
@@ -435,9 +445,9 @@ class Leasing:
                 continue
             passed = []
             node = lease.node
-            while node.parent is not None and node.end > stood - reach:
+            while node.parent is not None and node.end > start_page - reach:
                 unused = node.resident >> cell & 1 and not node.pins[cell]
-                if node.end <= stood and unused and lease.passing(node, reach):
+                if node.end <= start_page and unused and lease.passing(node, reach):
                     passed.append(node)
                 node = node.parent
             for node in passed:
@@ -451,6 +461,7 @@ class Leasing:
         lease.wanted = (*lease.wanted, lease.boundary)
 
     def release(self, lease: IndexLease) -> None:
+        """Give back slots, promises and pins, as the lease recorded them."""
         if not lease.live:
             return
         tree = self._tree
@@ -469,7 +480,7 @@ class Leasing:
         for pin in lease.pins:
             tree.pins.unpin(pin)
         if lease.running and lease.boundary <= lease.placed:
-            self._pass_on(lease, lease.boundary)
+            self._drop_passed(lease, lease.boundary)
         sweep(tree, hidden_roots([lease.node]))
         lease.node.leases -= 1
         tree.prune(lease.node)
