@@ -24,6 +24,16 @@ class Allocator:
         """Promise slots in several cells, in all or in none; evicts only if it seems to help."""
         cells = self._tree.cells
         self.missing = self._lacking(needs)
+        if self.missing and not self._make_room(needs):
+            return False
+        for cell, count in needs.items():
+            promised = cells[cell].slots.reserve(count)
+            assert promised, "slots were freed, yet there are too few"
+        return True
+
+    def _make_room(self, needs: Mapping[int, int]) -> bool:
+        """Evict what `missing` says; False where that is too much, or does not succeed."""
+        cells = self._tree.cells
         if any(needs[cell] > self.max_slots(cell) for cell in self.missing):
             return False
         for cell in self.missing:
@@ -34,9 +44,6 @@ class Allocator:
             if missing > 0 and evict(cell, wanted) < missing:
                 self.missing = self._lacking(needs)
                 return False
-        for cell, count in needs.items():
-            promised = cells[cell].slots.reserve(count)
-            assert promised, "slots were freed, yet there are too few"
         return True
 
     def max_slots(self, cell: int) -> int:
@@ -46,11 +53,12 @@ class Allocator:
 
     def _lacking(self, needs: Mapping[int, int]) -> dict[int, int]:
         cells = self._tree.cells
-        return {
-            cell: count - cells[cell].slots.available
-            for cell, count in needs.items()
-            if count > cells[cell].slots.available
-        }
+        lacking: dict[int, int] = {}
+        for cell, count in needs.items():
+            available = cells[cell].slots.available
+            if count > available:
+                lacking[cell] = count - available
+        return lacking
 
     def evict(self, cell: int, pages: int) -> int:
         """Drop at least `pages` pages from a cell if so many are evictable; returns the count."""

@@ -33,6 +33,11 @@ class CheckpointRequest(NamedTuple):
     at_end: bool = False
 
 
+_PLACED = CheckpointRequest(None)
+_PLACED_AND_END = CheckpointRequest(None, at_end=True)
+_END_ALONE = CheckpointRequest((), at_end=True)
+
+
 class Leasing:
     """The verbs of a lease. Every one of them leaves the tree and all counts right."""
 
@@ -72,14 +77,14 @@ class Leasing:
         tree.tick += 1
         node = self._node_ending(hit) if hit.boundary else tree.root(hit.prompt)
         node.leases += 1
-        lease = IndexLease(tree.next_number(), hit.prompt, node, hit.boundary, priority)
+        pins = self._pin_prefix(node, hit.boundary)
+        lease = IndexLease(tree.next_number(), hit.prompt, node, hit.boundary, priority, pins)
         lease.pinned_at = hit.boundary
         if tree.finite_cells and hit.nodes:
             lease.branches = hit.branches
             if len(hit.nodes[-1].children) < 2:
                 self._placement.note_branch(hit.matched, hit.nodes[-1].stop)
         tree.leases[lease.number] = lease
-        self._pin_prefix(lease)
         tree.use(node, priority, hits=1)
         return lease
 
@@ -92,39 +97,40 @@ class Leasing:
             node = self._tree.split(node, boundary - node.depth)
         return node
 
-    def _pin_prefix(self, lease: IndexLease) -> None:
+    def _pin_prefix(self, node: Node, boundary: int) -> list[Pin]:
+        """Pin what a resume at the boundary, where the node ends, needs, wherever it is."""
+        pins: list[Pin] = []
         for anchor, reach in enumerate(self._reaches):
-            start = 0 if reach is None else max(0, lease.boundary - reach)
-            lease.pins += self._tree.pins.fastest(anchor, lease.node, start)
+            start = 0 if reach is None else max(0, boundary - reach)
+            pins += self._tree.pins.fastest(anchor, node, start)
+        return pins
 
     def repin(self, lease: IndexLease) -> None:
         """Pin what the lease needs in the tiers where it is now, then drop the old pins."""
-        before, lease.pins = lease.pins, []
-        self._pin_prefix(lease)
+        before, lease.pins = lease.pins, self._pin_prefix(lease.node, lease.boundary)
         for pin in before:
             self._tree.pins.unpin(pin)
 
     def slowest(self, lease: IndexLease) -> Tier:
         """The slowest tier that has to give part of the lease's prefix; DEVICE if none has to."""
-        anchors, below = self._tree.anchors, self._below_home(lease)
-        cells = [cell for cell in below if cell % anchors in self._required]
-        return _TIERS[max(cells, default=0) // anchors]
+        anchors, homes = self._tree.anchors, self._tree.homes
+        slowest = 0
+        for pin in lease.pins:
+            if (cell := pin.cell) >= anchors:
+                anchor = cell % anchors
+                if cell > homes[anchor] and anchor in self._required:
+                    slowest = max(slowest, cell)
+        return _TIERS[slowest // anchors]
 
     def at_home(self, lease: IndexLease) -> bool:
         """Whether all that the lease needs to resume can be read where a forward pass reads it."""
-        return not self._below_home(lease) or self.slowest(lease) is Tier.DEVICE
-
-    def _below_home(self, lease: IndexLease) -> list[int]:
-        """The cells of pinned pages that have to be copied before they are read."""
-        anchors, homes = self._tree.anchors, self._tree.homes
-        cells = (pin.cell for pin in lease.pins if pin.cell >= anchors)
-        return [cell for cell in cells if cell > homes[cell % anchors]]
+        return self.slowest(lease) is _TIERS[0]
 
     # -- reserving --------------------------------------------------------------------------
 
     def reserve(self, lease: IndexLease, tokens: int, growth: int) -> bool:
         """Take slots up to `tokens`, with the placement's checkpoints."""
-        return self._reserve(lease, tokens, growth, CheckpointRequest(None))
+        return self._reserve(lease, tokens, growth, _PLACED)
 
     def reserve_with(
         self, lease: IndexLease, tokens: int, checkpoints: Iterable[int], growth: int
@@ -134,11 +140,11 @@ class Leasing:
 
     def advance(self, lease: IndexLease, tokens: int, growth: int) -> bool:
         """Take slots up to `tokens`, from where the request computes on."""
-        return self._reserve(lease, tokens, growth, CheckpointRequest(None, at_end=True))
+        return self._reserve(lease, tokens, growth, _PLACED_AND_END)
 
     def advance_without_checkpoints(self, lease: IndexLease, tokens: int, growth: int) -> bool:
         """The same, keeping only what the request itself continues from."""
-        return self._reserve(lease, tokens, growth, CheckpointRequest((), at_end=True))
+        return self._reserve(lease, tokens, growth, _END_ALONE)
 
     def _reserve(
         self, lease: IndexLease, tokens: int, growth: int, keep: CheckpointRequest
@@ -177,11 +183,12 @@ class Leasing:
             lease.wanted = (*others, *stops)
         lease.planned = max(lease.planned, planned)
         lease.running = lease.running or keep.at_end
+        cells, homes = tree.cells, tree.homes
         for first, last, anchors in segments:
-            segment = Segment(first, last, {})
-            for cell in (tree.homes[anchor] for anchor in anchors):
-                segment.slots[cell] = tree.cells[cell].slots.take(last - first)
-            lease.segments.append(segment)
+            slots = {
+                homes[anchor]: cells[homes[anchor]].slots.take(last - first) for anchor in anchors
+            }
+            lease.segments.append(Segment(first, last, slots))
         return True
 
     def _unplaced(self, lease: IndexLease, tokens: int, end: int, keep: CheckpointRequest) -> bool:
@@ -214,8 +221,10 @@ class Leasing:
     def _promise(self, lease: IndexLease, segments: list[PlannedSegment], growth: int) -> bool:
         """Promise what the segments need, out of the lease's growth first, and new growth."""
         needs: dict[int, int] = {}
+        homes = self._tree.homes
         for first, last, anchors in segments:
-            for cell in (self._tree.homes[anchor] for anchor in anchors):
+            for anchor in anchors:
+                cell = homes[anchor]
                 needs[cell] = needs.get(cell, 0) + last - first
         if not growth and not lease.growth:
             return self._allocator.reserve(needs)
@@ -265,7 +274,8 @@ class Leasing:
         if upto <= lease.boundary:
             return
         tree.tick += 1
-        self._find_root(lease)
+        if self._holdback and not lease.boundary:
+            self._find_root(lease)
         start_node, start_page = lease.node, lease.boundary
         while lease.boundary < upto:
             segment = lease.segments.pop(0)
@@ -285,16 +295,16 @@ class Leasing:
         start_node.leases -= 1
         if lease.running:
             self._drop_passed(lease, start_page)
-        sweep(tree, hidden_roots([lease.node]))
+        if lease.hidden:
+            sweep(tree, hidden_roots([lease.node]))
 
     def _find_root(self, lease: IndexLease) -> None:
         """A prompt shorter than the holdback has no root of its own until it has grown."""
-        if self._holdback and lease.boundary == 0:
-            root, before = self._tree.root(lease.prompt), lease.node
-            root.leases += 1
-            before.leases -= 1
-            lease.node = root
-            self._tree.prune(before)
+        root, before = self._tree.root(lease.prompt), lease.node
+        root.leases += 1
+        before.leases -= 1
+        lease.node = root
+        self._tree.prune(before)
 
     @staticmethod
     def _cut(segment: Segment, at: int) -> Segment:
@@ -481,6 +491,7 @@ class Leasing:
             tree.pins.unpin(pin)
         if lease.running and lease.boundary <= lease.placed:
             self._drop_passed(lease, lease.boundary)
-        sweep(tree, hidden_roots([lease.node]))
+        if lease.hidden:
+            sweep(tree, hidden_roots([lease.node]))
         lease.node.leases -= 1
         tree.prune(lease.node)
