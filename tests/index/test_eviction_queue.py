@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from kvtide.index.evict import eviction_queue as evicting
 from kvtide.index.evict.eviction_queue import in_reach
+from kvtide.index.evict.policies import policy_named
 from kvtide.index.tree.node import Node
 from kvtide.spec import Tier
 from tests.grids import everything
@@ -322,6 +325,57 @@ def test_the_cost_of_a_victim_does_not_grow_with_the_cache(
     small = _work_per_victim(memory, 40, monkeypatch)
     large = _work_per_victim(memory, 4000 if everything() else 1000, monkeypatch)
     assert large <= 1.5 * small + 1
+
+
+def _evictable(last: int) -> Node:
+    node = Node(None, b"", 1, 0, 1)
+    node.resident, node.last = 1, last
+    return node
+
+
+def test_void_entries_are_swept_a_few_per_push(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nodes leave without being victims, as those of requests that go on do: the queue forgets
+    them, and no single push pays for it."""
+    queue = evicting.EvictionQueue(0, None, policy_named("lru"))
+    moved = 0
+    push = evicting.heapq.heappush
+
+    def counted(heap, entry) -> None:
+        nonlocal moved
+        moved += 1
+        push(heap, entry)
+
+    monkeypatch.setattr(evicting.heapq, "heappush", counted)
+    generator = random.Random(0)
+    kept: list[Node] = []
+    for number in range(20_000):
+        node = _evictable(number)
+        before = moved
+        queue.offer(node)
+        assert moved - before <= 1 + evicting.SWEPT_PER_PUSH
+        if number % 10:
+            node.pins[0] = 1
+        else:
+            kept.append(node)
+        if not number % 50:
+            generator.choice(kept).last = number
+        assert len(queue) <= 2 * max(evicting.SWEEP_FROM, 2 * len(kept)) + 1
+    assert moved < 3 * 20_000
+    assert queue.nodes() >= {id(node) for node in kept}
+    victims = iter(queue.pop, None)
+    assert [id(v) for v in victims] == [id(n) for n in sorted(kept, key=lambda node: node.last)]
+
+
+def test_a_node_entered_again_is_a_victim_once() -> None:
+    """A key that fell is entered a second time, and the first entry is void."""
+    queue = evicting.EvictionQueue(0, None, policy_named("mru"))
+    first, second = _evictable(1), _evictable(2)
+    for node in (first, second):
+        queue.offer(node)
+    first.last = 3
+    queue.offer_again(first)
+    assert len(queue) == 3
+    assert [queue.pop(), queue.pop(), queue.pop()] == [first, second, None] and not len(queue)
 
 
 def test_windows_go_with_the_last_copy_of_their_history() -> None:
