@@ -252,6 +252,21 @@ def test_nodes_that_differ_no_more_become_one() -> None:
     assert index.tree.nodes == 2 and found(index, A * 8) == 8 and index.validate() == []
 
 
+def test_a_node_between_two_alike_joins_both() -> None:
+    """A checkpoint's page goes, and what was before and after it is one run again, in order."""
+    index = build(RECURRENT)
+    text = [page for page in range(8) for _ in range(PAGE)]
+    keep(index, text, checkpoints=[3, 8])
+    table = index.page_table(lease := lease_for(index, [*text, 0]), "kv")
+    index.release(lease)
+    assert index.evict(Tier.DEVICE, "state", 1) == 1
+    joined, last = index.tree.walk()
+    assert (joined.pages, last.pages) == (7, 1)
+    assert joined.tokens + last.tokens == index.prompt(text).body
+    lease = lease_for(index, [*text, 0])
+    assert index.page_table(lease, "kv").tolist() == table.tolist() and index.validate() == []
+
+
 def test_what_is_left_of_a_victim_is_as_old_as_it_was() -> None:
     index = build(FULL)
     keep(index, A * 4)
@@ -287,6 +302,49 @@ def test_a_shared_prefix_goes_after_all_that_hangs_on_it() -> None:
     keep(index, A * 2 + C * 2)
     assert index.evict(Tier.DEVICE, "kv", 4) == 4
     assert found(index, A * 2) == 2 and index.tree.nodes == 1
+
+
+def _in_turns(index, text, turns: int) -> None:
+    """A conversation that keeps a checkpoint at every turn: as many nodes on one path."""
+    for turn in range(1, turns + 1):
+        keep(index, text[: turn * len(text) // turns])
+
+
+def test_what_was_used_together_leaves_in_one_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The nodes of a conversation's turns are no victims one by one: none is queued on the way."""
+    index = build(RECURRENT, device=64)
+    text = [page for page in range(24) for _ in range(PAGE)]
+    _in_turns(index, text, 6)
+    _use(index, text)
+    gone: list[int] = []
+    index.subscribe(lambda event: gone.append(event.first + len(event.slots)))
+    queue = index.tree.cells[0].queue
+    entries = len(queue)
+    assert index.tree.nodes == 12 and index.evict(Tier.DEVICE, "kv", 24) == 24
+    assert len(queue) < entries and index.tree.nodes == 0 and index.validate() == []
+    assert index.free_pages(Tier.DEVICE, "kv") == 64 and len(gone) == 12 + 6
+
+
+def test_a_run_ends_where_another_prompt_needs_it() -> None:
+    index = build(FULL)
+    keep(index, A * 2 + B * 2)
+    keep(index, A * 2 + B * 2 + C)
+    keep(index, A * 3)
+    _use(index, A * 2 + B * 2 + C)
+    _use(index, A * 3)
+    assert index.evict(Tier.DEVICE, "kv", 3) == 3
+    assert found(index, A * 2 + B * 2) == 2 and found(index, A * 3) == 3
+    assert index.evict(Tier.DEVICE, "kv", 3) == 3 and index.tree.nodes == 0
+
+
+def test_a_run_ends_at_what_a_lease_holds() -> None:
+    index = build(FULL)
+    keep(index, A * 2)
+    lease = lease_for(index, [*A * 2, 0])
+    keep(index, A * 2 + B * 2)
+    assert index.clear(Tier.DEVICE) == 2 and found(index, A * 2) == 2
+    index.release(lease)
+    assert index.clear(Tier.DEVICE) == 2 and index.validate() == []
 
 
 def _work_per_victim(memory, prompts: int, monkeypatch: pytest.MonkeyPatch) -> float:

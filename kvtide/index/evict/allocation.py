@@ -89,13 +89,15 @@ class Allocator:
                 break
             used, parent = (node.last, node.hits), node.parent
             count = self.pages_to_take(node, cell, pages - dropped)
-            dropped += count
-            if count == node.pages:
-                tree.drop(node, cell)
-            elif self._alone(node, cell):
-                tree.truncate(node, node.pages - count, cell)
+            if count < node.pages:
+                self._shorten(node, count, cell)
+            elif tree.cells[cell].reach is None:
+                run = self._used_together(node, cell, pages - dropped, spares)
+                count, parent = sum([each.pages for each in run]), run[-1].parent
+                tree.drop_run(run, cell)
             else:
-                tree.drop(self.tail(node, count), cell)
+                tree.drop(node, cell)
+            dropped += count
             if dropped >= pages:
                 break
             if parent is None or (parent.last, parent.hits) != used or not queue.evictable(parent):
@@ -103,6 +105,35 @@ class Allocator:
             node = parent
         tree.cells[cell].evicted_pages += dropped
         return dropped
+
+    def _used_together(
+        self, victim: Node, cell: int, pages: int, spares: Callable[[Node, int], bool]
+    ) -> list[Node]:
+        """A history's victim, which goes whole, and the nodes above it that go with it.
+
+        They were last used with it and have no other child, until `pages` are found.
+        """
+        run = [victim]
+        left = pages - victim.pages
+        above = victim.parent
+        while left > 0 and above is not None and above.kids[cell] == 1:
+            if above.last != victim.last or above.hits != victim.hits or above.pins[cell]:
+                break
+            if not above.resident >> cell & 1 or spares(above, cell):
+                break
+            if self.pages_to_take(above, cell, left) < above.pages:
+                break
+            run.append(above)
+            left -= above.pages
+            above = above.parent
+        return run
+
+    def _shorten(self, node: Node, pages: int, cell: int) -> None:
+        """Drop so many pages off the node's end."""
+        if self._alone(node, cell):
+            self._tree.truncate(node, node.pages - pages, cell)
+        else:
+            self._tree.drop(self.tail(node, pages), cell)
 
     def would_be_lost(self, node: Node, cell: int) -> bool:
         """Whether the cell has the only copy of pages that a resume may need."""

@@ -42,6 +42,14 @@ class Segment:
     end: int
     slots: dict[int, Slots]
 
+    def cut(self, at: int) -> Segment:
+        """Shorten the segment to end at page `at`; the rest is returned."""
+        kept, slots = at - self.start, self.slots
+        self.slots = {cell: taken[:kept].copy() for cell, taken in slots.items()}
+        rest = Segment(at, self.end, {c: taken[kept:].copy() for c, taken in slots.items()})
+        self.end = at
+        return rest
+
 
 @dataclass(slots=True, eq=False)
 class IndexLease:

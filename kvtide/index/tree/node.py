@@ -16,6 +16,9 @@ from __future__ import annotations
 from kvtide.index.keys import Hidden, Namespace
 from kvtide.spec import Slots
 
+MAX_NODE_PAGES = 256
+"""Nodes are lengthened and joined up to here, so that growing page by page stays cheap."""
+
 RootName = tuple[Namespace | Hidden, bytes]
 
 
