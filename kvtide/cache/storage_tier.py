@@ -129,6 +129,12 @@ class Storage:
         host = self._hardware.host
         if not any(host.arrangement.slots.values()):
             raise TierError("storage is reached through a host tier, and there is none; size one")
+        if isinstance(store, CodedStore) and store.codec.lossy and not self._config.lossy_pages:
+            raise TierError(
+                f"storage {store.name} rounds pages, and those of this cache are exact; use "
+                "codec=lossless, or start anew with this store (`--storage`, or lossy_pages in the "
+                "cache's config)"
+            )
         shapes = other_shapes(host.arrangement, self._config)
         return StoreLink(store, formats(self._index.memory, self._config), host, shapes)
 

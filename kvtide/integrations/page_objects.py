@@ -34,8 +34,10 @@ import numpy.typing as npt
 from kvtide.integrations.engine_metrics import BYTES, PAGES, SECONDS
 from kvtide.storage import CorruptObjectError, LabelledFormat, Removed, Store, open_store
 from kvtide.storage.bounce_buffers import BounceBuffers
+from kvtide.storage.codec.opening import is_lossy
 from kvtide.storage.objects import object_key
 from kvtide.storage.store import CORRUPT, MISSING, LingeringError, StoreError
+from kvtide.storage.url import StoreURL
 from kvtide.transfer.breaker import Breaker
 
 T = TypeVar("T")
@@ -85,6 +87,11 @@ class PageObjects:
         batch_bytes: int = BATCH_BYTES,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        if is_lossy(url):
+            raise StoreError(
+                f"storage {StoreURL.parse(url)}: codec=fp8 rounds keys and values, and {engine} "
+                "does not say which bytes those are; use codec=lossless"
+            )
         self.store: Store = open_store(url, space)
         self.counts: Counter[str] = Counter()
         self.last_error = ""

@@ -29,6 +29,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from kvtide.spec import RankShape
 from kvtide.storage.bounce_buffers import BounceBuffers
+from kvtide.storage.codec import CodedStore
 from kvtide.storage.objects import CorruptObjectError, ObjectFormat
 from kvtide.storage.store import CORRUPT, MISSING, LingeringError, Store, StoreError
 from kvtide.tiers.buffers import Buffers
@@ -116,6 +117,8 @@ class StoreLink:
         self._clock = clock
         self._lock = threading.Lock()
         store.lend(self._host_pages.block)
+        if isinstance(store, CodedStore):
+            store.expect(list(formats.values()))
         self._looker = _ThreadPool("look", 1, clock)
         self._readers = _ThreadPool("read", READERS, clock)
         self._writer = _ThreadPool("write", 1, clock)

@@ -2,6 +2,8 @@
 
 `coded_store`    the wrapper: any store, with a codec
 `coder`          what a codec is, and `lossless`
+`fp8_codec`      `fp8`: which rows of an object are rounded
+`fp8_rows`       vectors of numbers in eight bits
 `planes`         byte planes of numbers, of any element width
 `zstd`           the system's libzstd
 `coded_object`   a coded object's label and checksum

@@ -1,4 +1,4 @@
-"""What a codec is, and which ones there are."""
+"""What a codec is, and the one that loses nothing."""
 
 from __future__ import annotations
 

@@ -9,10 +9,11 @@ from kvtide.storage.codec import zstd
 from kvtide.storage.codec.coded_store import CodedStore, coded_space
 from kvtide.storage.codec.coder import Codec, Lossless
 from kvtide.storage.codec.coder_threads import default_threads
+from kvtide.storage.codec.fp8_codec import Fp8
 from kvtide.storage.store import Store, StoreError
 from kvtide.storage.url import StoreURL
 
-CODECS: dict[str, Callable[[], Codec]] = {"lossless": Lossless}
+CODECS: dict[str, Callable[[], Codec]] = {"lossless": Lossless, "fp8": Fp8}
 NO_CODEC = "none"
 _SETTINGS = ("codec", "coders")
 
@@ -26,6 +27,12 @@ def codec_of(url: StoreURL) -> Codec | None:
         known = ", ".join((*CODECS, NO_CODEC))
         raise StoreError(f"storage {url}: codec={name} is not known; use {known}")
     return CODECS[name]()
+
+
+def is_lossy(url: str) -> bool:
+    """Whether pages come back from this store with rounded numbers."""
+    codec = codec_of(StoreURL.parse(url))
+    return codec is not None and codec.lossy
 
 
 def open_with_codec(
