@@ -14,7 +14,7 @@ from kvtide.cli.console import progress, table
 from kvtide.planner import traces, workloads
 
 PEERS = "sglang_index:SglangRadix,sglang_index:SglangRadixSlru,sglang_index:SglangRadixLfu"
-OURS = ("lru", "default")
+OURS = ("lru",)
 
 
 def main() -> int:

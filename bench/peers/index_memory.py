@@ -24,7 +24,7 @@ from kvtide.cli.console import table
 from kvtide.planner import traces, workloads
 
 CONTESTANTS = (
-    "full,window,recurrent,deepseek-v4,default,deepseek-v4-default,"
+    "full,window,recurrent,deepseek-v4,deepseek-v4-learned,"
     "sglang_index:SglangRadix,sglang_index:SglangFull,sglang_index:SglangWindow,"
     "sglang_index:SglangRecurrent"
 )

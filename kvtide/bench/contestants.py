@@ -3,8 +3,8 @@
 A contestant times its own calls: `start` matches, pins and reserves (evicting if need be), `finish`
 commits and releases. `prepare` is not timed: it brings the tokens into the index's own form. The
 classes differ only in the memory they declare and in how many slots each anchor gets. They evict by
-LRU and keep checkpoints where prompts end or part, because that is what peers do; `Default` and
-`DeepSeekV4Default` use this project's defaults, which find more and cost more.
+LRU and keep checkpoints where prompts end or part, because that is what peers do;
+`DeepSeekV4Learned` places them as this project does by default, which finds more and costs more.
 
 Times are CPU time of the thread, so that a busy machine does not count; KVBENCH_CLOCK=wall asks
 for wall time.
@@ -18,7 +18,7 @@ import time
 import numpy as np
 import numpy.typing as npt
 
-from kvtide.index import DEFAULT_POLICY, Branches, CostBased, Index, IndexLease, Placement, Prompt
+from kvtide.index import Branches, CostBased, Index, IndexLease, Placement, Prompt
 from kvtide.spec import DType, Entry, Field, ModelMemory, PoolSpec, Reuse, Tier, with_draft
 
 _now = time.perf_counter_ns if os.environ.get("KVBENCH_CLOCK") == "wall" else time.thread_time_ns
@@ -115,12 +115,6 @@ class Drafted(Full):
         return with_draft(super().memory(), super().memory())
 
 
-class Default(Full):
-    """Full attention under the default eviction policy."""
-
-    eviction = DEFAULT_POLICY
-
-
 class Window(Full):
     """Full attention beside a sliding window of 128 tokens, whose pool is a tenth as large."""
 
@@ -163,8 +157,7 @@ class DeepSeekV4Index(Window):
         return {"kv": pages, "swa": max(pages // 10, 16384 // self.page)}
 
 
-class DeepSeekV4Default(DeepSeekV4Index):
-    """DeepSeek-V4 with the default eviction policy and learned checkpoints."""
+class DeepSeekV4Learned(DeepSeekV4Index):
+    """DeepSeek-V4 with learned checkpoints."""
 
-    eviction = DEFAULT_POLICY
     placement = CostBased

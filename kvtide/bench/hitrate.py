@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from kvtide.bench.contestants import Full, Timings
 from kvtide.bench.index_cost import Progress
-from kvtide.index import DEFAULT_POLICY, POLICIES
+from kvtide.index import POLICIES
 from kvtide.planner.traces import Trace, footprint_tokens, prefix_keys
 
 Ids = npt.NDArray[np.int64]
@@ -58,10 +58,9 @@ def compare(
     trace: Trace, policies: Sequence[str], fractions: Sequence[float], page: int, progress: Progress
 ) -> Comparison:
     """Every policy at every capacity (a fraction of the footprint), through the real index."""
-    known = {"default": DEFAULT_POLICY, **{name: name for name in POLICIES}}
     for name in policies:
-        if name not in known:
-            raise ValueError(f"no eviction policy named {name}; use {', '.join(known)}")
+        if name not in POLICIES:
+            raise ValueError(f"no eviction policy named {name}; use {', '.join(POLICIES)}")
     footprint = footprint_tokens(trace, page)
     longest = max(len(request.prompt) for request in trace)
     uses, limits = _page_uses(trace, page)
@@ -69,9 +68,7 @@ def compare(
     for fraction in fractions:
         capacity = max(int(fraction * footprint), longest + 1024) // 256 * 256
         rates = {
-            name: _replayed(
-                trace, known[name], capacity, page, f"{name} at {fraction:.1%}", progress
-            )
+            name: _replayed(trace, name, capacity, page, f"{name} at {fraction:.1%}", progress)
             for name in policies
         }
         best = optimum(uses, limits, capacity // page) * page / trace.prompt_tokens

@@ -19,9 +19,8 @@ from typing import Any
 import numpy as np
 
 from kvtide.bench.contestants import (
-    DeepSeekV4Default,
     DeepSeekV4Index,
-    Default,
+    DeepSeekV4Learned,
     Drafted,
     Full,
     Recurrent,
@@ -33,11 +32,10 @@ from kvtide.planner.traces import Trace
 CONTESTANTS: dict[str, type[Any]] = {
     "full": Full,
     "drafted": Drafted,
-    "default": Default,
     "window": Window,
     "recurrent": Recurrent,
     "deepseek-v4": DeepSeekV4Index,
-    "deepseek-v4-default": DeepSeekV4Default,
+    "deepseek-v4-learned": DeepSeekV4Learned,
 }
 
 Progress = Callable[[Iterable[Any], int, str], Iterable[Any]]

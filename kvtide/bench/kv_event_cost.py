@@ -50,7 +50,7 @@ from kvtide.spec import ModelMemory
 CALIBRATIONS = 10_000
 LONGEST_NS = 20_000
 """A call that took longer was interrupted; it counts as so long."""
-CONTESTANTS = ("full", "default", "window", "recurrent", "deepseek-v4-default")
+CONTESTANTS = ("full", "window", "recurrent", "deepseek-v4-learned")
 WORKLOADS = ("chat:users=40", "agent:sessions=6", "rag:requests=200")
 CAPACITY_TOKENS = 100_000
 """Or twice the longest prompt, if that is more."""

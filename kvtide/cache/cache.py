@@ -171,14 +171,12 @@ class TieredCache:
 
         Checkpoints are optional: where they do not fit, the lease continues without them.
         """
-        within = tokens <= lease._index_lease.reserved * self.memory.page_tokens
-        if within and not growth_pages:
+        inner, advance = lease._index_lease, self.index.advance
+        if tokens <= inner.reserved * self.memory.page_tokens and not growth_pages:
             return True
-        inner = lease._index_lease
-        if self.index.advance(inner, tokens, growth_pages):
+        if advance(inner, tokens, growth_pages):
             return True
-        again = self._make_room()
-        if again and self.index.advance(inner, tokens, growth_pages):
+        if self._make_room() and advance(inner, tokens, growth_pages):
             return True
         return self.index.advance_without_checkpoints(inner, tokens, growth_pages)
 

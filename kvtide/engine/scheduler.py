@@ -65,7 +65,7 @@ class Scheduler:
         )
         self.skips_loading = self.launches_ahead = cuda_graphs
         self.blocked = False
-        self.on_admitted: Callable[[Request], None] = _unnoticed
+        self.on_admitted: Callable[[Request], None] = lambda request: None
 
     @property
     def waiting(self) -> int:
@@ -467,10 +467,6 @@ class Scheduler:
         for chunk in chunks:
             if chunk.tokens > 1:
                 self._cache.shrink(chunk.request.held, chunk.request.computed)
-
-
-def _unnoticed(request: Request) -> None:
-    """Nothing follows an admission."""
 
 
 def _victim(requests: Sequence[Request]) -> Request:

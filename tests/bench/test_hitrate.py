@@ -45,7 +45,7 @@ def test_optimum_equals_the_best_of_all_choices(paths: list[Path], capacity: int
 
 def test_no_policy_beats_the_optimum_and_room_for_all_reaches_it() -> None:
     trace = workloads.parse("chat:users=12,turns=5")
-    result = compare(trace, ["lru", "default", "fifo"], [0.05, 0.3, 1.5], 64, lambda it, n, s: it)
+    result = compare(trace, ["lru", "slru", "fifo"], [0.05, 0.3, 1.5], 64, lambda it, n, s: it)
     for row in result.rows:
         assert all(rate <= row.optimum + 1e-9 for rate in row.hit_rates.values())
     assert result.rows[-1].hit_rates["lru"] == result.unlimited == result.rows[-1].optimum

@@ -17,7 +17,7 @@ TRIES = 5
     [
         *((name, workload) for name in ("full", "recurrent") for workload in ("chat", "rag")),
         ("window", "chat"),
-        ("deepseek-v4-default", "chat"),
+        ("deepseek-v4-learned", "chat"),
     ],
 )
 def test_events_take_at_most_a_twentieth_of_the_indexs_time(name: str, workload: str) -> None:

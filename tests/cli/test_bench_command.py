@@ -69,7 +69,7 @@ def test_hitrate_sets_policies_beside_the_optimum(capsys: pytest.CaptureFixture[
     assert main(["bench", "hitrate", *arguments]) == 0
     printed = capsys.readouterr().out
     assert "offline optimum" in printed
-    assert "default: gap closed" in printed
+    assert "slru: gap closed" in printed
     assert main(["bench", "hitrate", *arguments, "--json"]) == 0
     (result,) = json.loads(capsys.readouterr().out)
     assert [row["fraction"] for row in result["rows"]] == [0.3, 1.2]
@@ -82,7 +82,7 @@ def test_hitrate_sets_policies_beside_the_optimum(capsys: pytest.CaptureFixture[
         (["index", "--growth", "many"], "--growth takes numbers separated by commas"),
         (
             ["hitrate", "--policies", "best"],
-            "no eviction policy named best; use default, tide, lru",
+            "no eviction policy named best; use lru, lfu",
         ),
         (["hitrate", "--trace", "/nowhere.jsonl"], "nowhere.jsonl"),
         (["index", "--workload", "tea"], "tea"),

@@ -243,7 +243,7 @@ def test_sweep_of_a_tier_without_a_size_goes_around_the_footprint(
         (["--device", "0"], "give it a size"),
         (["--device", "1MB"], "use at least .* or 0 to leave the tier out"),
         (["--host", "0"], "or --storage 0"),
-        (["--eviction", "random"], "no such policy; use tide, lru"),
+        (["--eviction", "random"], "no such policy; use lru, lfu"),
         (["--checkpoints", "often"], "use last, branch, cost or every:TOKENS"),
         (["--checkpoints", "every:300"], "use a multiple of 256 tokens"),
         (["--checkpoints", "every:0"], "use a multiple of 256 tokens"),

@@ -394,18 +394,3 @@ def test_a_scratch_prompt_shorter_than_the_holdback_grows_into_pages() -> None:
     assert index.validate() == [] and lease.boundary == 5
     index.release(lease)
     assert free(index)
-
-
-def test_policies_learn_nothing_of_hidden_pages() -> None:
-    """Else the default policy would owe LRU pages that LRU would not have found either."""
-    index = build(FULL, device=16, eviction="tide")
-    keep(index, TEXT)
-    policy = index.tree.cells[0].policy
-    before = dict(vars(policy), _pages=dict(policy._pages))
-    lease = index.pin(index.match(index.scratch(TEXT)))
-    assert index.reserve(lease, len(TEXT))
-    index.commit(lease, len(TEXT))
-    index.release(lease)
-    assert vars(policy) == before and not policy._ghosts
-    quarantine(index, TEXT)
-    assert policy._held == policy._owed == len(policy._ghosts) == 0

@@ -251,7 +251,7 @@ def test_only_this_machine_is_served_by_default() -> None:
         (["--host-layout=mine"], "--host-layout is 'mine'; use layer_first"),
         (["--layout=mine"], "--layout is 'mine'; use layer_first"),
         (["--dtype=int8"], "--dtype is 'int8'; use float32"),
-        (["--eviction=random"], "--eviction is 'random'; use tide"),
+        (["--eviction=random"], "--eviction is 'random'; use lru"),
         (["--write-policy=never"], "--write-policy is 'never'; use write_through"),
         (["--write-policy=write_back", "--host-ratio=0"], "drop one of them"),
         (["--resident=hot"], "--resident is 'hot'; use all, auto, or hot:B, like hot:4096"),

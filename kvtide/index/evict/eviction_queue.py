@@ -9,73 +9,30 @@ operation looks at more nodes than it moves, so a victim costs O(log n).
 
 Pools with a finite reach (windows, states) sort by two classes first. Pages out of every reach go
 before all others: no leaf and no branch point needs them. Their children do not matter.
-
-A policy that bets is offered the first node and a sample of the heap. The entry of a node that was
-evicted out of turn stays in the heap, and is dropped when it comes to the top.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
+from kvtide.index.evict.policies import Policy
 from kvtide.index.tree.node import Node
 
 Key = Any
-
-SAMPLE = 32
-"""Candidates that a betting policy looks at besides the first one."""
-
-
-class Policy:
-    """What a queue asks of an eviction policy; the hooks do nothing. An instance serves one cell.
-
-    rises  a node's key never falls while it is cached: it needs no second entry when used
-    bets   the policy chooses among candidates (`victim`) and wants to know what happens
-    """
-
-    rises: ClassVar[bool] = True
-    bets: ClassVar[bool] = False
-
-    def key(self, node: Node) -> Any:
-        raise NotImplementedError
-
-    def asked(self, pages: int) -> None:
-        """A request with a prompt of so many pages begins."""
-
-    def used(self, node: Node) -> None:
-        """The node's pages were matched and will be read."""
-
-    def inserted(self, node: Node, first: int) -> None:
-        """The node's pages from number `first` on became resident in the cell."""
-
-    def removed(self, node: Node, first: int) -> None:
-        """The node's pages from number `first` on are about to be dropped from the cell."""
-
-    def withdrawn(self, node: Node) -> None:
-        """The node's pages are quarantined: no policy could have kept them."""
-
-    def merged(self, upper: Node, lower: Node) -> None:
-        """The lower node is about to take over the upper one's pages."""
-
-    def victim(self, oldest: Node, some: Callable[[], list[Node]]) -> Node:
-        """The node to evict: the one with the smallest key, or one of the sample `some()`."""
-        return oldest
 
 
 class EvictionQueue:
     """The evictable nodes of one cell. `reach` is the pool's reach in pages, None for ALL."""
 
     __slots__ = (
-        "_bets",
         "_bit",
         "_cell",
         "_compact_at",
         "_entries",
         "_heap",
         "_key",
-        "_policy",
         "_reach",
         "_rises",
     )
@@ -84,13 +41,11 @@ class EvictionQueue:
         self._cell = cell
         self._bit = 1 << cell
         self._reach = reach
-        self._policy = policy
         self._rises = policy.rises
         self._key = policy.key if reach is None else _reach_first(policy.key, reach)
         self._heap: list[tuple[Key, int, Node]] = []
         self._entries = 0
         self._compact_at = 1024
-        self._bets = 0
 
     def nodes(self) -> set[int]:
         """The identities of the nodes that stand in the queue, for checks."""
@@ -117,42 +72,18 @@ class EvictionQueue:
 
     def pop(self) -> Node | None:
         """The node that should lose its pages next; None when nothing is evictable."""
-        first = self._first()
-        if first is None:
-            return None
-        chosen = self._policy.victim(first, self._some) if self._policy.bets else first
-        if chosen is first:
-            heapq.heappop(self._heap)
-            first.queued &= ~self._bit
-        return chosen
-
-    def _first(self) -> Node | None:
-        """The node with the smallest key, left at the top of the heap."""
         heap = self._heap
         while heap:
             key, number, node = heap[0]
-            if not self.evictable(node):
-                heapq.heappop(heap)
-                node.queued &= ~self._bit
+            present = self._key(node) if self.evictable(node) else None
+            if present is not None and present != key:
+                heapq.heapreplace(heap, (present, number, node))
                 continue
-            present = self._key(node)
-            if present == key:
+            heapq.heappop(heap)
+            node.queued &= ~self._bit
+            if present is not None:
                 return node
-            heapq.heapreplace(heap, (present, number, node))
         return None
-
-    def _some(self) -> list[Node]:
-        """Evictable nodes from evenly spaced places in the heap, which differ from call to call.
-
-        When most entries are of nodes that were taken out of turn, the next push sweeps them out.
-        """
-        self._bets += 1
-        step = len(self._heap) // SAMPLE + 1
-        sample = [node for _, _, node in self._heap[self._bets % step :: step]]
-        fit = [node for node in sample if self.evictable(node)]
-        if 2 * len(fit) < len(sample):
-            self._compact_at = 0
-        return fit
 
     def _push(self, node: Node) -> None:
         if len(self._heap) >= self._compact_at:

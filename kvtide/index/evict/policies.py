@@ -2,16 +2,26 @@
 
 Keys depend on neither wall time nor chance. A policy reads what `Tree` keeps in the node: `last`
 (tick of the latest use), `born` (tick of its insertion), `hits` (how often it was reused) and
-`priority` (the highest of its requests). `tide` has the default policy.
+`priority` (the highest of its requests).
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
-from kvtide.index.evict.eviction_queue import Policy
-from kvtide.index.evict.tide import Tide
 from kvtide.index.tree.node import Node
+
+
+class Policy:
+    """The order in which the nodes of a cell lose their pages.
+
+    rises  a node's key never falls while it is cached: it needs no second entry when used
+    """
+
+    rises: ClassVar[bool] = True
+
+    def key(self, node: Node) -> Any:
+        raise NotImplementedError
 
 
 class Lru(Policy):
@@ -67,10 +77,9 @@ class Priority(Policy):
         return (node.priority, node.last)
 
 
-DEFAULT_POLICY = "tide"
+DEFAULT_POLICY = "lru"
 
 POLICIES: dict[str, type[Policy]] = {
-    "tide": Tide,
     "lru": Lru,
     "lfu": Lfu,
     "slru": Slru,
@@ -81,14 +90,7 @@ POLICIES: dict[str, type[Policy]] = {
 }
 
 
-def policy(name: str, cell: int, reach: int | None, slots: int) -> Policy:
-    """A policy for one cell.
-
-    Tide applies to histories. Under it, windows and states use LRU: whether they are in reach
-    matters before anything else.
-    """
+def policy_named(name: str) -> Policy:
     if name not in POLICIES:
         raise ValueError(f"no eviction policy named {name}; use {', '.join(POLICIES)}")
-    if name == "tide":
-        return Tide(cell, slots) if reach is None else Lru()
     return POLICIES[name]()

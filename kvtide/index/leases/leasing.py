@@ -76,8 +76,6 @@ class Leasing:
                 self._placement.parted(hit.matched, hit.nodes[-1].stop)
         tree.leases[lease.number] = lease
         self._pin_prefix(lease)
-        if tree.betting and not node.hidden:
-            tree.asked(hit.prompt.tokens // self._page)
         tree.use(node, priority, hits=1)
         return lease
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from kvtide.index.evict.eviction_queue import EvictionQueue
-from kvtide.index.evict.policies import policy
+from kvtide.index.evict.policies import policy_named
 from kvtide.index.tree.slots import SlotPool
 from kvtide.spec import ModelMemory, Tier
 
@@ -46,7 +46,7 @@ class Cell:
         self.reach = reach
         self.slots = SlotPool(slots)
         self.batch_pages = max(1, min(slots // BATCH_FRACTION, MAX_BATCH_PAGES))
-        self.policy = policy(eviction, number, reach, slots)
+        self.policy = policy_named(eviction)
         self.queue = EvictionQueue(number, reach, self.policy)
         self.resident_pages = 0
         self.pinned_pages = 0

@@ -19,9 +19,6 @@ from kvtide.spec import Slots
 RootName = tuple[Namespace | Hidden, bytes]
 
 
-_NO_MARKS: list[int] = []
-
-
 class Node:
     """Fields only; `Tree` changes them.
 
@@ -34,7 +31,6 @@ class Node:
     leases         how many leases stand at the end of this node, with or without pins
     hidden         no match finds it, no event names it, and it is dropped once unpinned
     queued         bit per cell: stands in that cell's eviction queue
-    marks          per cell, what its eviction policy remembers; empty if none does
     ahead          the device may carry optional sidecars that the host's copy of the run lacks
     sought         the number of the store that has none of the optional sidecars that it lacks
     departed       bit per cell: its pages there, computed or fetched, have been given to a store
@@ -57,7 +53,6 @@ class Node:
         "kids",
         "last",
         "leases",
-        "marks",
         "pages",
         "parent",
         "pins",
@@ -90,7 +85,6 @@ class Node:
         self.ahead = False
         self.sought = 0
         self.departed = 0
-        self.marks: list[int] = _NO_MARKS
         self.last = 0
         self.born = 0
         self.hits = 0

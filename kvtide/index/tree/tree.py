@@ -53,7 +53,6 @@ class Tree:
         self.finite_cells = [n for n, cell in enumerate(self.cells) if cell.reach is not None]
         self.finite_bits = sum(1 << n for n in self.finite_cells)
         self._rises = all(cell.policy.rises for cell in self.cells)
-        self.betting = [n for n, cell in enumerate(self.cells) if cell.policy.bets]
         self._longest_reach = max((cell.reach or 0 for cell in self.cells), default=0)
         self.presence = Presence(memory, capacity_pages)
         self.roots: dict[RootName, Root] = {}
@@ -97,8 +96,6 @@ class Tree:
     def add_leaf(self, parent: Node, tokens: bytes, pages: int) -> Node:
         node = Node(parent, tokens, pages, parent.depth + parent.pages, len(self.cells))
         node.last = node.born = self.tick
-        if self.betting:
-            node.marks = [0] * len(self.cells)
         parent.children[tokens[: self.page_bytes]] = node
         self.nodes += 1
         if self.finite_cells:
@@ -130,8 +127,6 @@ class Tree:
     def _split_cells(self, upper: Node, lower: Node) -> None:
         upper.resident, upper.arriving = lower.resident, lower.arriving
         upper.pins = list(lower.pins)
-        if self.betting:
-            upper.marks = list(lower.marks)
         if lower.arrivals is not None:
             upper.arrivals = dict(lower.arrivals)
         held = lower.resident | lower.arriving
@@ -195,7 +190,6 @@ class Tree:
         parent.children[upper.tokens[: self.page_bytes]] = lower
         for cell in range(len(self.cells)):
             if lower.resident >> cell & 1:
-                self.cells[cell].policy.merged(upper, lower)
                 slots = (upper.resident_slots(cell), lower.resident_slots(cell))
                 lower.slots[cell] = np.concatenate(slots)
         lower.last = max(lower.last, upper.last)
@@ -262,14 +256,13 @@ class Tree:
         return pages
 
     def _withdraw(self, node: Node) -> int:
-        """Report the node's pages as removed to policies and listeners, and rename the node.
+        """Report the node's pages as removed to listeners, and rename the node.
 
         The children come first: a page's key depends on the tokens above it. The node's tokens
         become some that no prompt has, so that a lease that computes the page anew gets a new one.
         """
         resident = [number for number, cell in enumerate(self.cells) if node.resident & cell.bit]
         for cell in resident:
-            self.cells[cell].policy.withdrawn(node)
             if self.listeners:
                 self.events.removed(node, cell, 0)
         children = node.children.values()
@@ -366,11 +359,6 @@ class Tree:
 
     # -- recency ----------------------------------------------------------------------------
 
-    def asked(self, pages: int) -> None:
-        """A request with a prompt of so many pages begins."""
-        for cell in self.betting:
-            self.cells[cell].policy.asked(pages)
-
     def use(self, node: Node, priority: int, hits: int) -> None:
         """Record a use of all nodes on the path, and `hits` more hits."""
         tick = self.tick
@@ -383,9 +371,6 @@ class Tree:
             above = above.parent
         if not self._rises:
             self._offer_path(node)
-        if hits:
-            for cell in self.betting:
-                self._notify_used(node, cell)
 
     def _offer_path(self, node: Node) -> None:
         """Keys on the path may have fallen, in every cell."""
@@ -393,14 +378,6 @@ class Tree:
             for number, cell in enumerate(self.cells):
                 if above.resident >> number & 1:
                     cell.queue.offer(above)
-
-    def _notify_used(self, node: Node, cell: int) -> None:
-        used = self.cells[cell].policy.used
-        above = node
-        while above.parent is not None:
-            if above.resident >> cell & 1:
-                used(above)
-            above = above.parent
 
     # -- keys and events --------------------------------------------------------------------
 
@@ -413,20 +390,16 @@ class Tree:
         return self.keys.of_pages(node)
 
     def _notify_stored(self, node: Node, cell: int, first: int) -> None:
-        """Notify the policy and the listeners: pages from `first` on became readable."""
+        """Notify the listeners: pages from `first` on became readable."""
         if node.hidden:
             return
-        if self.betting:
-            self.cells[cell].policy.inserted(node, first)
         if self.listeners:
             self.events.stored(node, cell, first)
 
     def _notify_removed(self, node: Node, cell: int, first: int) -> None:
-        """Notify the policy and the listeners: pages from `first` on are about to be dropped."""
+        """Notify the listeners: pages from `first` on are about to be dropped."""
         if node.hidden:
             return
-        if self.betting:
-            self.cells[cell].policy.removed(node, first)
         if self.listeners:
             self.events.removed(node, cell, first)
 
