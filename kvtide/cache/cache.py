@@ -158,10 +158,8 @@ class TieredCache:
 
     @property
     def history_tokens(self) -> int:
-        """Tokens of all sequences together whose history fits: on the device, or at home.
-
-        A memory of windows and states alone gives back what sequences have passed, and bounds none.
-        """
+        """Tokens of all sequences together whose history fits: on the device, or at home. Windows
+        and states alone bound none: what sequences have passed is given back."""
         histories = [anchor for anchor in self.memory.anchors if anchor.reuse.reach is ALL]
         pages = (self.index.capacity(anchor.home, anchor.name) for anchor in histories)
         return min(pages, default=MAX_TOKEN) * self.memory.page_tokens

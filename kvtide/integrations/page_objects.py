@@ -33,10 +33,10 @@ import numpy.typing as npt
 
 from kvtide.integrations.engine_metrics import BYTES, PAGES, SECONDS
 from kvtide.storage import CorruptObjectError, LabelledFormat, Removed, Store, open_store
+from kvtide.storage.bounce_buffers import BounceBuffers
 from kvtide.storage.objects import object_key
-from kvtide.storage.store import LingeringError, StoreError
+from kvtide.storage.store import CORRUPT, MISSING, LingeringError, StoreError
 from kvtide.transfer.breaker import Breaker
-from kvtide.transfer.host_pages import BounceBuffers
 
 T = TypeVar("T")
 Runs = Sequence[memoryview]
@@ -176,18 +176,20 @@ class PageObjects:
         if lengths is None:
             return [False] * len(keys)
         done = [
-            length >= 0 and self._is_whole(pool, one, key, length)
+            length != MISSING and self._is_whole(pool, one, key, length)
             for key, one, length in zip(keys, staged, lengths, strict=True)
         ]
         for runs, one, good in zip(memory, staged, done, strict=True):
             if good:
                 _scatter(one, runs)
-        self._count("missing", sum(length < 0 for length in lengths))
+        self._count("missing", lengths.count(MISSING))
         self._count("read", sum(done), pool.format.payload_bytes)
         return done
 
     def _is_whole(self, pool: PagePool, staged: memoryview, key: bytes, length: int) -> bool:
         try:
+            if length == CORRUPT:
+                raise CorruptObjectError("the store's warning names the reason")
             if length != pool.format.bytes:
                 raise CorruptObjectError(f"{length} bytes, not {pool.format.bytes}")
             pool.format.check(staged, key)

@@ -28,11 +28,12 @@ from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 from kvtide.spec import RankShape
+from kvtide.storage.bounce_buffers import BounceBuffers
 from kvtide.storage.objects import CorruptObjectError, ObjectFormat
-from kvtide.storage.store import MISSING, LingeringError, Store, StoreError
+from kvtide.storage.store import CORRUPT, MISSING, LingeringError, Store, StoreError
 from kvtide.tiers.buffers import Buffers
 from kvtide.transfer.breaker import Breaker
-from kvtide.transfer.host_pages import BounceBuffers, HostPages
+from kvtide.transfer.host_pages import HostPages
 from kvtide.transfer.read_speed import ReadSpeed
 from kvtide.transfer.shapes import OtherShapes, PagePart
 from kvtide.transfer.storage_requests import (
@@ -320,6 +321,8 @@ class StoreLink:
             self._count(**{"draftless" if one.format.is_sidecar else "missing": 1})
             return False
         try:
+            if length == CORRUPT:
+                raise CorruptObjectError("the store's warning names the reason")
             if length != one.format.bytes:
                 raise CorruptObjectError(f"{length:,} bytes, not {one.format.bytes:,}")
             one.format.check(memory, one.key)
