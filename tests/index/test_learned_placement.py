@@ -29,7 +29,7 @@ def test_known_branches_are_always_taken() -> None:
 def place(placement: CostBased, start: int, end: int) -> list[int]:
     """What a request does: choose, and tell what came of it."""
     chosen = list(placement.checkpoints(start, end, ()))
-    placement.placed(start, end, len(chosen))
+    placement.note_placed(start, end, len(chosen))
     return chosen
 
 
@@ -37,7 +37,7 @@ def test_conversations_that_go_on_from_their_end_keep_one_checkpoint_there() -> 
     placement = CostBased()
     for _ in range(500):
         chosen = place(placement, 20, 97)
-        placement.parted(97, 97)
+        placement.note_branch(97, 97)
     assert chosen == [97]
 
 
@@ -48,7 +48,7 @@ def test_prompts_that_part_at_aligned_places_teach_where_to_keep_checkpoints() -
     for number in range(3000):
         end = draw.randrange(40, 400)
         chosen = place(placement, 0, end)
-        placement.parted(end // 8 * 8, end)
+        placement.note_branch(end // 8 * 8, end)
         hits += number >= 1000 and end // 8 * 8 in chosen
     assert hits / 2000 > 0.9
 
@@ -60,7 +60,7 @@ def test_spending_stays_within_the_budget(budget: float) -> None:
     for _ in range(6000):
         end = draw.randrange(50, 600)
         spent.append(len(place(placement, 0, end)))
-        placement.parted(draw.randrange(1, end), end)
+        placement.note_branch(draw.randrange(1, end), end)
     assert sum(spent[2000:]) / 4000 < 1.1 * budget
 
 
@@ -68,7 +68,7 @@ def test_checkpoints_that_hardly_help_are_not_bought_whatever_the_budget() -> No
     placement = CostBased(per_request=50.0)
     for _ in range(3000):
         chosen = place(placement, 0, 64)
-        placement.parted(64, 64)
+        placement.note_branch(64, 64)
     assert chosen == [64]
 
 
@@ -107,7 +107,7 @@ def test_only_the_first_prompt_to_part_somewhere_teaches_anything() -> None:
         assert index.reserve(lease, 30 * PAGE)
         index.commit(lease, 30 * PAGE)
         index.release(lease)
-    assert placement._parted.sum() == 1.0
+    assert placement._branched.sum() == 1.0
 
 
 def test_learned_placement_finds_more_than_branches_when_ends_are_not_shared() -> None:

@@ -36,7 +36,7 @@ ZONES = 16
 _ASSUMED_REQUESTS = 50.0
 """How many requests the assumption about a zone counts for."""
 
-_ASSUMED_PARTINGS = 0.1
+_ASSUMED_BRANCHES = 0.1
 _ASSUMED_AT_END = 1.0
 """Prompts that are assumed to diverge in each zone of a request, and to resume at its end."""
 
@@ -62,20 +62,20 @@ class CostBased(Placement):
         self._price = _FIRST_PRICE
         self._requests = 0
         self._next_fit = 0
-        self._parted: Floats = np.zeros((2 * ZONES, ALIGNMENTS))
+        self._branched: Floats = np.zeros((2 * ZONES, ALIGNMENTS))
         self._seen: Floats = np.zeros((2 * ZONES, ALIGNMENTS))
         self._rates: Floats = np.zeros(2 * ZONES * ALIGNMENTS)
         self._fit()
 
-    def parted(self, at: int, stop: int) -> None:
+    def note_branch(self, at: int, stop: int) -> None:
         if at:
-            self._parted[divmod(kind(at, max(at, stop)), ALIGNMENTS)] += 1.0
+            self._branched[divmod(kind(at, max(at, stop)), ALIGNMENTS)] += 1.0
 
     def checkpoints(self, start: int, end: int, branches: Sequence[int]) -> Iterable[int]:
         taken = [stop for stop in branches if start < stop <= end]
         return taken + self._choose(start, end, taken)
 
-    def placed(self, start: int, end: int, count: int) -> None:
+    def note_placed(self, start: int, end: int, count: int) -> None:
         self._requests += 1
         seen = np.bincount(kinds(start, end), minlength=self._rates.size)
         self._seen += seen.reshape(self._seen.shape)
@@ -90,15 +90,15 @@ class CostBased(Placement):
         """Turn counts into rates; often at first, then ever more rarely."""
         self._next_fit = self._requests + min(self._requests // _FIT_DIVISOR + 1, _FIT_AFTER)
         if self._requests // _FORGET_AFTER < self._next_fit // _FORGET_AFTER:
-            self._parted /= 2
+            self._branched /= 2
             self._seen /= 2
         rates = np.empty_like(self._seen)
-        parted, seen = _at_least_as_aligned(self._parted), _at_least_as_aligned(self._seen)
-        rate = (parted[:, 0] + _PARTED_BEFORE) / (seen[:, 0] + _SEEN_BEFORE)
+        branched, seen = _at_least_as_aligned(self._branched), _at_least_as_aligned(self._seen)
+        rate = (branched[:, 0] + _BRANCHED_BEFORE) / (seen[:, 0] + _SEEN_BEFORE)
         for alignment in range(ALIGNMENTS):
             if alignment:
-                rate = _blended(parted[:, alignment], seen[:, alignment], rate)
-            own = self._parted[:, alignment], self._seen[:, alignment]
+                rate = _blended(branched[:, alignment], seen[:, alignment], rate)
+            own = self._branched[:, alignment], self._seen[:, alignment]
             rates[:, alignment] = _blended(*own, rate)
         self._rates = rates.reshape(-1)
 
@@ -118,7 +118,7 @@ class CostBased(Placement):
             low, high = gaps.pop()
             first, last = low - start, high - start - 1
             if (beyond[first] - beyond[last]) * (last - first) <= self._price:
-                continue  # Not even if all prompts parted at the very end.
+                continue  # Not even if all prompts diverged at the very end.
             saved = (beyond[first:last] - beyond[last]) * np.arange(1, last - first + 1)
             best = int(saved.argmax())
             if saved[best] > self._price:
@@ -170,10 +170,10 @@ def _at_least_as_aligned(counts: Floats) -> Floats:
     return tails
 
 
-def _blended(parted: Floats, seen: Floats, alike: Floats) -> Floats:
-    return (parted + _ASSUMED_ALIKE * alike) / (seen + _ASSUMED_ALIKE)
+def _blended(branched: Floats, seen: Floats, alike: Floats) -> Floats:
+    return (branched + _ASSUMED_ALIKE * alike) / (seen + _ASSUMED_ALIKE)
 
 
-_PARTED_BEFORE = np.full(2 * ZONES, _ASSUMED_REQUESTS * _ASSUMED_PARTINGS)
-_PARTED_BEFORE[0] = _ASSUMED_REQUESTS * _ASSUMED_AT_END
+_BRANCHED_BEFORE = np.full(2 * ZONES, _ASSUMED_REQUESTS * _ASSUMED_BRANCHES)
+_BRANCHED_BEFORE[0] = _ASSUMED_REQUESTS * _ASSUMED_AT_END
 _SEEN_BEFORE = _ASSUMED_REQUESTS * np.tile(np.maximum(1.0, 2.0 ** (np.arange(ZONES) - 1)), 2)
