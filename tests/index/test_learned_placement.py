@@ -7,7 +7,8 @@ import random
 import pytest
 
 from kvtide.index import Branches, CostBased, Index
-from kvtide.index.placement.learned_placement import ALIGNMENTS, ZONES, kind, kinds
+from kvtide.index.placement import learned_placement
+from kvtide.index.placement.learned_placement import ALIGNMENTS, ZONES, kind, kinds, listed_kinds
 from kvtide.spec import Tier
 from tests.index.memories import PAGE, RECURRENT
 
@@ -85,7 +86,29 @@ def test_a_reservation_that_finds_no_room_teaches_nothing() -> None:
 
 def test_kinds_of_many_boundaries_are_those_of_each() -> None:
     for start, end in ((0, 1), (0, 40), (3, 500), (499, 500), (100, 1025)):
-        assert kinds(start, end).tolist() == [kind(b, end) for b in range(start + 1, end + 1)]
+        of_each = [kind(b, end) for b in range(start + 1, end + 1)]
+        assert kinds(start, end).tolist() == listed_kinds(start, end) == of_each
+
+
+def test_lists_and_arrays_choose_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which of the two counts and adds up depends on the length alone: ranks must not differ."""
+
+    def choices(short: int) -> list[object]:
+        monkeypatch.setattr(learned_placement, "SHORT", short)
+        placement, draw = CostBased(), random.Random(4)
+        chosen: list[object] = []
+        for _ in range(400):
+            start = draw.randrange(0, 400)
+            end = start + draw.randrange(1, 200)
+            branches = [draw.randrange(start + 1, end + 1)] if draw.random() < 0.3 else []
+            found = list(placement.checkpoints(start, end, branches))
+            placement.note_placed(start, end, len(found))
+            placement.note_branch(draw.randrange(1, end + 1), end)
+            chosen += [found, placement._price]
+        return [*chosen, placement._rates.tolist()]
+
+    some = learned_placement.SHORT // 2
+    assert choices(0) == choices(some) == choices(1000)
 
 
 def test_kinds_say_how_far_the_nearer_end_is_and_how_aligned_a_boundary_is() -> None:
