@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from dataclasses import dataclass
 
@@ -87,6 +88,8 @@ class CacheConfig:
     draft_fingerprint   the same of a draft: pages that another draft wrote count as absent
     any_tensor_ranks    pages that another number of tensor ranks stored are used, too; they may
                         differ in their last bits
+    lossy_pages         a store may round pages (`?codec=fp8`), and whatever is computed on them:
+                        part of all keys, so that no other cache takes them for exact ones
     """
 
     device_size: TierSize
@@ -110,6 +113,7 @@ class CacheConfig:
     fingerprint: bytes = b""
     draft_fingerprint: bytes = b""
     any_tensor_ranks: bool = True
+    lossy_pages: bool = False
 
     def __post_init__(self) -> None:
         if self.write_policy not in POLICIES:
@@ -135,6 +139,16 @@ class CacheConfig:
                 "waits for ever; use a number of seconds above 0, like 30"
             )
         backends.check(self.torch_device, self.backend_name, self.host_layout)
+
+    @property
+    def identity(self) -> bytes:
+        """What pages of this cache are computed from and with: caches of another never share one.
+
+        The fingerprint alone where pages are exact.
+        """
+        if not self.lossy_pages:
+            return self.fingerprint
+        return hashlib.sha256(self.fingerprint + b"\0lossy pages").digest()
 
     @property
     def torch_device(self) -> torch.device:

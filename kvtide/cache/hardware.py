@@ -101,7 +101,7 @@ def space(memory: ModelMemory, config: CacheConfig) -> bytes:
     It is the same with any draft and without one, and for all ranks of any shape.
     """
     schema = memory.whole.at_rest.without_draft.schema_digest()
-    return hashlib.sha256(config.fingerprint + schema).digest()
+    return hashlib.sha256(config.identity + schema).digest()
 
 
 def formats(memory: ModelMemory, config: CacheConfig) -> dict[str, ObjectFormat]:

@@ -29,6 +29,7 @@ from kvtide.index import Departure, Index, Prompt
 from kvtide.index.keys import Hidden, PageKey
 from kvtide.spec import RankShape
 from kvtide.storage import Store, StoreError
+from kvtide.storage.codec import CodedStore
 from kvtide.tiers import TierError
 from kvtide.transfer.store_link import StoreLink
 
@@ -57,6 +58,7 @@ class StorageStats:
                     `failed_pages` were not taken; `waiting_pages` in the queue now
     objects         by what happened to them (`transfer.store_link`)
     moved_bytes     read ("fetch") and written ("store")
+    coded_bytes     the same as the store has them; empty without a codec
     reading_s       how long any fetch was reading
     read_bytes_s    as last measured; None before anything was read
     seconds         of reads ("fetch") and of written batches ("store")
@@ -77,6 +79,7 @@ class StorageStats:
     waiting_pages: int
     objects: Mapping[str, int] = field(default_factory=dict)
     moved_bytes: Mapping[str, int] = field(default_factory=dict)
+    coded_bytes: Mapping[str, int] = field(default_factory=dict)
     reading_s: float = 0.0
     read_bytes_s: float | None = None
     seconds: Mapping[str, Durations] = field(default_factory=dict)
@@ -126,6 +129,12 @@ class Storage:
         host = self._hardware.host
         if not any(host.arrangement.slots.values()):
             raise TierError("storage is reached through a host tier, and there is none; size one")
+        if isinstance(store, CodedStore) and store.codec.lossy and not self._config.lossy_pages:
+            raise TierError(
+                f"storage {store.name} rounds pages, and those of this cache are exact; use "
+                "codec=lossless, or start anew with this store (`--storage`, or lossy_pages in the "
+                "cache's config)"
+            )
         shapes = other_shapes(host.arrangement, self._config)
         return StoreLink(store, formats(self._index.memory, self._config), host, shapes)
 
@@ -441,6 +450,7 @@ class Attachment:
             waiting_pages=len(storing),
             objects=dict(link.counts),
             moved_bytes={way: link.moved_bytes[way] for way in ("fetch", "store")},
+            coded_bytes=link.store.coded_bytes if isinstance(link.store, CodedStore) else {},
             reading_s=self.fetches.reading.seconds,
             read_bytes_s=link.read_speed.bytes_s,
             seconds={"fetch": self.fetches.seconds.seen(), "store": storing.seconds.seen()},

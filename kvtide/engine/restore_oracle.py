@@ -93,10 +93,22 @@ PACKED_LOGPROB = 0.2
 to a rounding boundary changes by a whole step, and a selection by an entry."""
 
 
-def bounds_of(memory: ModelMemory, dtype: torch.dtype) -> RestoreBounds:
-    """The bounds for a model that computes in `dtype` and keeps this memory."""
+ROUNDED_EPS = 2.0**-3
+"""`eps` of pages that a store keeps with three bits of mantissa (`?codec=fp8`)."""
+
+
+def bounds_of(
+    memory: ModelMemory, dtype: torch.dtype, *, rounded_pages: bool = False
+) -> RestoreBounds:
+    """The bounds for a model that computes in `dtype` and keeps this memory.
+
+    `rounded_pages`: a store rounds them to eight bits. They are as far off as pages that are packed
+    in eight bits, so the same bounds hold.
+    """
     measured = MEASURED[dtype]
-    if any(pool.entry.encoding is not Encoding.PLAIN for pool in memory.pools):
+    if rounded_pages:
+        measured = replace(measured, logprob=PACKED_LOGPROB, eps=max(measured.eps, ROUNDED_EPS))
+    elif any(pool.entry.encoding is not Encoding.PLAIN for pool in memory.pools):
         measured = replace(measured, logprob=PACKED_LOGPROB)
     return measured.widened()
 

@@ -33,10 +33,12 @@ import numpy.typing as npt
 
 from kvtide.integrations.engine_metrics import BYTES, PAGES, SECONDS
 from kvtide.storage import CorruptObjectError, LabelledFormat, Removed, Store, open_store
+from kvtide.storage.bounce_buffers import BounceBuffers
+from kvtide.storage.codec.opening import is_lossy
 from kvtide.storage.objects import object_key
-from kvtide.storage.store import LingeringError, StoreError
+from kvtide.storage.store import CORRUPT, MISSING, LingeringError, StoreError
+from kvtide.storage.url import StoreURL
 from kvtide.transfer.breaker import Breaker
-from kvtide.transfer.host_pages import BounceBuffers
 
 T = TypeVar("T")
 Runs = Sequence[memoryview]
@@ -85,6 +87,11 @@ class PageObjects:
         batch_bytes: int = BATCH_BYTES,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        if is_lossy(url):
+            raise StoreError(
+                f"storage {StoreURL.parse(url)}: codec=fp8 rounds keys and values, and {engine} "
+                "does not say which bytes those are; use codec=lossless"
+            )
         self.store: Store = open_store(url, space)
         self.counts: Counter[str] = Counter()
         self.last_error = ""
@@ -176,18 +183,20 @@ class PageObjects:
         if lengths is None:
             return [False] * len(keys)
         done = [
-            length >= 0 and self._is_whole(pool, one, key, length)
+            length != MISSING and self._is_whole(pool, one, key, length)
             for key, one, length in zip(keys, staged, lengths, strict=True)
         ]
         for runs, one, good in zip(memory, staged, done, strict=True):
             if good:
                 _scatter(one, runs)
-        self._count("missing", sum(length < 0 for length in lengths))
+        self._count("missing", lengths.count(MISSING))
         self._count("read", sum(done), pool.format.payload_bytes)
         return done
 
     def _is_whole(self, pool: PagePool, staged: memoryview, key: bytes, length: int) -> bool:
         try:
+            if length == CORRUPT:
+                raise CorruptObjectError("the store's warning names the reason")
             if length != pool.format.bytes:
                 raise CorruptObjectError(f"{length} bytes, not {pool.format.bytes}")
             pool.format.check(staged, key)

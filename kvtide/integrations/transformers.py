@@ -60,6 +60,7 @@ from kvtide.models.checkpoint import NOT_THE_MODEL, digest_weight  # noqa: E402
 from kvtide.models.safetensors_folder import Stored  # noqa: E402
 from kvtide.spec.sizing import TOKENS_PER_CHECKPOINT  # noqa: E402
 from kvtide.storage import open_store  # noqa: E402
+from kvtide.storage.codec.opening import is_lossy  # noqa: E402
 from kvtide.tiers import TierSize  # noqa: E402
 
 PREFILL_TOKENS = 2048
@@ -133,6 +134,7 @@ class PrefixCache:
             tokens_per_checkpoint=min(TOKENS_PER_CHECKPOINT, 8 * page_tokens),
             patience=FetchPatience("wait_complete", complete_s=fetch_s, min_tokens=page_tokens),
             fingerprint=fingerprint or model_fingerprint(model),
+            lossy_pages=storage is not None and is_lossy(storage),
         )
         self.cache = TieredCache(self._layers.memory, config)
         if storage is not None:

@@ -346,6 +346,12 @@ def _storage(stats: StorageStats | None) -> Iterable[Metric]:
     for event in _STORE_EVENTS:
         objects.add_metric([event], stats.objects.get(event, 0))
     yield objects
+    coded = CounterMetricFamily(
+        "kvtide_storage_coded_bytes", "As a codec has the moved bytes.", labels=["way"]
+    )
+    for way, total in stats.coded_bytes.items():
+        coded.add_metric([way], total)
+    yield coded
 
 
 def _gauge(name: str, text: str, value: float) -> Metric:

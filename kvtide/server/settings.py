@@ -48,6 +48,8 @@ from kvtide.server.setting_values import (
 )
 from kvtide.server.tools.parser_registry import PARSERS, REASONING_PARSERS
 from kvtide.spec.residency import Residency
+from kvtide.storage import StoreError
+from kvtide.storage.codec.opening import is_lossy
 from kvtide.tiers import TierSize
 from kvtide.transfer.backends import CELLS
 from kvtide.transfer.peer.transport import PROTOCOLS
@@ -366,16 +368,36 @@ class Settings:
                 f"--max-running {self.max_running} is more than the {self.step_tokens} tokens of a "
                 "step, of which every running request takes one; use fewer, or more --chunk-tokens"
             )
-        if self.deterministic and self.tp > 2:
+        _ = self.lossy_storage  # Refuses an unknown codec.
+        if self.deterministic:
+            self._check_determinism()
+
+    def _check_determinism(self) -> None:
+        if self.tp > 2:
             raise SettingsError(
                 f"--deterministic adds in one order, which {self.tp} tensor ranks do not keep; "
                 "use --tp 2 with more --pp, or drop one of them"
+            )
+        if self.lossy_storage:
+            raise SettingsError(
+                "--deterministic promises the bits that computing gives, and codec=fp8 rounds "
+                "stored pages; use codec=lossless, or drop --deterministic"
             )
 
     def _only_one(self, *names: str) -> None:
         given = [flag(name) for name in names if getattr(self, name) is not None]
         if len(given) > 1:
             raise SettingsError(f"{' and '.join(given)} size the same tier; keep one of them")
+
+    @property
+    def lossy_storage(self) -> bool:
+        """Whether pages come back from the store with rounded numbers."""
+        if self.storage in (None, NO_STORAGE):
+            return False
+        try:
+            return is_lossy(self.storage)
+        except StoreError as error:
+            raise SettingsError(str(error)) from None
 
     @property
     def ranks(self) -> int:

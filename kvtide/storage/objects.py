@@ -81,6 +81,19 @@ class LabelledFormat:
         memory[end - _CHECKSUM_BYTES : end] = _checksum(memory[: end - _CHECKSUM_BYTES])
         memory[end:] = bytes(self.bytes - end)
 
+    def seal_anew(self, memory: memoryview) -> None:
+        """Write the checksum of an object whose payload has changed. Its label stays."""
+        end = self.payload_bytes + self._label_bytes
+        memory[end - _CHECKSUM_BYTES : end] = _checksum(memory[: end - _CHECKSUM_BYTES])
+
+    def labels(self, memory: memoryview) -> bool:
+        """Whether this looks like an object of this format, of whatever key."""
+        if len(memory) != self.bytes:
+            return False
+        at, end = self.payload_bytes, self.payload_bytes + _FIXED.size
+        found_key = bytes(memory[end - KEY_BYTES : end])
+        return memory[at : end + len(self._table)] == self._fixed(found_key) + self._table
+
     def check(self, memory: memoryview, key: bytes) -> None:
         """Raise unless this is the object of that key, whole."""
         assert len(memory) == self.bytes
@@ -110,6 +123,7 @@ class ObjectFormat(LabelledFormat):
 
     pool           the anchor, or the sidecar; `anchor` owns the slots
     payload_bytes  what a slot holds of it
+    rows           pool and bytes of every row, in canonical order
     """
 
     def __init__(
@@ -129,8 +143,9 @@ class ObjectFormat(LabelledFormat):
             [[p.name, p.row_bytes(memory.page_tokens), list(p.layers)] for p in pools],
             separators=(",", ":"),
         )
-        payload_bytes = sum(p.page_bytes(memory.page_tokens) for p in pools)
-        super().__init__(payload_bytes, table.encode(), space)
+        order = sorted((layer, n) for n, p in enumerate(pools) for layer in p.layers)
+        self.rows = [(pools[n], pools[n].row_bytes(memory.page_tokens)) for _, n in order]
+        super().__init__(sum(size for _, size in self.rows), table.encode(), space)
 
     @property
     def is_sidecar(self) -> bool:

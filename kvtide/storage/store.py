@@ -30,6 +30,10 @@ SPACE_BYTES = 32
 MISSING = -1
 """The result of `read` for an object that does not exist, or could not be read."""
 
+CORRUPT = -2
+"""The result of `read` for an object that is there, and is not what was written. The store has
+logged the reason; the caller removes it."""
+
 DEFAULT_TIMEOUT_S = 5.0
 """The time-out of a call; the URL may set another (`?timeout=2.5`)."""
 
@@ -85,7 +89,7 @@ class Store(Protocol):
         """For every key: is there an object? Cheap, and no promise that it stays."""
 
     def read(self, keys: Sequence[bytes], targets: Sequence[memoryview]) -> list[int]:
-        """Read objects into the memory given; for each its length, or MISSING.
+        """Read objects into the memory given; for each its length, MISSING or CORRUPT.
 
         An object that is longer than its target is MISSING; what the target then holds is
         undefined, as it is behind a shorter object.

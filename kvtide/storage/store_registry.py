@@ -8,6 +8,8 @@
 | `s3://bucket/prefix?endpoint=…` | any S3-compatible object store |
 | `memory:` | a dictionary |
 | `package.module:Class?…` | a store of your own: called with the URL and the space |
+
+Behind `?codec=` any of them keeps its objects coded (`codec`).
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import cast
 
+from kvtide.storage.codec.opening import open_with_codec
 from kvtide.storage.store import SPACE_BYTES, Store, StoreError
 from kvtide.storage.url import StoreURL
 
@@ -41,7 +44,7 @@ def open_store(url: str, space: bytes) -> Store:
     path = STORES.get(parsed.scheme)
     if path is None:
         path = _import_path(url, parsed)
-    return _opener(path)(parsed, space)
+    return open_with_codec(parsed, space, _opener(path))
 
 
 def _import_path(url: str, parsed: StoreURL) -> str:

@@ -7,9 +7,7 @@ there.
 
 from __future__ import annotations
 
-import mmap
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import numpy as np
 import numpy.typing as npt
@@ -35,33 +33,6 @@ def tails(formats: Mapping[str, ObjectFormat]) -> dict[str, int]:
         for pool, one in formats.items()
         if formats[one.anchor].payload_bytes >= DIRECT_BYTES
     }
-
-
-class BounceBuffers:
-    """A worker's staging memory for objects that do not lie in one run; it grows on demand."""
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._memory: memoryview | None = None
-        self._lingering: list[tuple[float, memoryview]] = []
-        self._clock = clock
-
-    def linger(self, seconds: float) -> None:
-        """A store's call may write to this memory for so long: replace it, and keep it alive."""
-        now = self._clock()
-        self._lingering = [(until, memory) for until, memory in self._lingering if until > now]
-        if self._memory is not None:
-            self._lingering.append((now + seconds, self._memory))
-            self._memory = None
-
-    def parts(self, sizes: list[int]) -> list[memoryview]:
-        """A buffer for each of these sizes, aligned for disks."""
-        ends = np.cumsum([-(-size // DIRECT_ALIGN) * DIRECT_ALIGN for size in sizes])
-        total = int(ends[-1]) if len(ends) else 0
-        if self._memory is None or len(self._memory) < total:
-            self._memory = memoryview(mmap.mmap(-1, max(total, DIRECT_ALIGN)))
-        memory = self._memory
-        starts = [0, *(int(end) for end in ends[:-1])]
-        return [memory[s : s + size] for s, size in zip(starts, sizes, strict=False)]
 
 
 class HostPages:

@@ -28,11 +28,13 @@ from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 from kvtide.spec import RankShape
+from kvtide.storage.bounce_buffers import BounceBuffers
+from kvtide.storage.codec import CodedStore
 from kvtide.storage.objects import CorruptObjectError, ObjectFormat
-from kvtide.storage.store import MISSING, LingeringError, Store, StoreError
+from kvtide.storage.store import CORRUPT, MISSING, LingeringError, Store, StoreError
 from kvtide.tiers.buffers import Buffers
 from kvtide.transfer.breaker import Breaker
-from kvtide.transfer.host_pages import BounceBuffers, HostPages
+from kvtide.transfer.host_pages import HostPages
 from kvtide.transfer.read_speed import ReadSpeed
 from kvtide.transfer.shapes import OtherShapes, PagePart
 from kvtide.transfer.storage_requests import (
@@ -115,6 +117,8 @@ class StoreLink:
         self._clock = clock
         self._lock = threading.Lock()
         store.lend(self._host_pages.block)
+        if isinstance(store, CodedStore):
+            store.expect(list(formats.values()))
         self._looker = _ThreadPool("look", 1, clock)
         self._readers = _ThreadPool("read", READERS, clock)
         self._writer = _ThreadPool("write", 1, clock)
@@ -320,6 +324,8 @@ class StoreLink:
             self._count(**{"draftless" if one.format.is_sidecar else "missing": 1})
             return False
         try:
+            if length == CORRUPT:
+                raise CorruptObjectError("the store's warning names the reason")
             if length != one.format.bytes:
                 raise CorruptObjectError(f"{length:,} bytes, not {one.format.bytes:,}")
             one.format.check(memory, one.key)

@@ -181,3 +181,25 @@ def test_the_cap_of_the_store_bounds_what_is_kept(tmp_path: Path) -> None:
 def test_no_store_is_a_sentence() -> None:
     with pytest.raises(StoreError, match="no such store; use file:"):
         objects(url="files:///nowhere")
+
+
+def test_lossless_coded_pages_come_back_and_an_altered_one_is_corrupt() -> None:
+    one = objects(url="memory:pages?codec=lossless")
+    pool = one.pool("kv", PAGE, DESCRIBED)
+    written = pages(3)
+    assert one.write(pool, names(3), written) == [True] * 3
+    inner = one.store.inner._objects
+    altered = bytearray(inner[pool.key(names(3)[1])])
+    altered[-1] ^= 1
+    inner[pool.key(names(3)[1])] = bytes(altered)
+    memory = pages(3, seed=9)
+    assert one.read(pool, names(3), memory) == [True, False, True]
+    assert [joined(memory[n]) for n in (0, 2)] == [joined(written[n]) for n in (0, 2)]
+    assert (one.counts["corrupt"], one.counts["missing"]) == (1, 0)
+    assert one.exists(pool, names(3)) == [True, False, True]
+    one.clear()
+
+
+def test_a_store_that_rounds_is_refused() -> None:
+    with pytest.raises(StoreError, match="codec=fp8 rounds keys and values, and engine does not"):
+        objects(url="memory:pages?codec=fp8")

@@ -107,6 +107,34 @@ def test_a_store_is_attached_while_serving_and_gives_pages_back(
     assert server.settled()["tokens"]["from_storage"] == 8 * PAGE
 
 
+def test_a_coded_store_gives_pages_back_and_shows_what_it_has_in_fewer_bytes(
+    server: InProcess, url: str
+) -> None:
+    client = server.client
+    report = attach(client, f"{url}?codec=lossless")
+    assert report["name"] == f"{url}?codec=lossless"
+    remember(client)
+    assert found(client)["cached_tokens_details"]["storage"] == 8 * PAGE
+    report = client.get(ROUTE).json()
+    coded = report["coded_bytes"]
+    assert coded["fetch"] == coded["store"] == report["store"]["bytes"] > 0
+    samples = scraped(client)
+    for way, total in coded.items():
+        assert samples["kvtide_storage_coded_bytes_total", frozenset({("way", way)})] == total
+    assert any("were written as" in note for note in report["store"]["notes"])
+
+
+def test_a_store_that_rounds_is_refused_by_a_server_of_exact_pages(
+    server: InProcess, url: str
+) -> None:
+    reply = put(server.client, f"{url}?codec=fp8")
+    assert reply.status == 400
+    assert reply.problem.startswith(f"storage {url}?codec=fp8 rounds pages, and those of this")
+    reply = put(server.client, f"{url}?codec=zip")
+    assert reply.status == 400 and "use lossless, fp8, none" in reply.problem
+    assert server.client.get(ROUTE).json() == {"attached": False}
+
+
 def test_pages_are_stored_though_no_further_request_comes(server: InProcess, url: str) -> None:
     """The engine goes on when its last request has ended, but does not run in circles."""
     attach(server.client, url)

@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 
 from kvtide.spec import ModelMemory
+from kvtide.storage.bounce_buffers import BounceBuffers
 from kvtide.storage.objects import DIRECT_ALIGN, DIRECT_BYTES
 from kvtide.tiers.layout import Layout
-from kvtide.transfer.host_pages import BounceBuffers, HostPages, tails
+from kvtide.transfer.host_pages import HostPages, tails
 from tests.cache.memories import ALL_MEMORIES, STAGE
 from tests.transfer.stores import GUARD_BYTE, LARGE, Clock, Desk
 

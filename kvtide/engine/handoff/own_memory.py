@@ -36,5 +36,5 @@ def target_memory(cache: TieredCache) -> OwnMemory:
 
 def _manifest(cache: TieredCache, areas: tuple[Area, ...]) -> MemoryManifest:
     config = cache.config
-    prints = config.fingerprint, config.draft_fingerprint
+    prints = config.identity, config.draft_fingerprint
     return MemoryManifest.of(cache.memory, areas, *prints)

@@ -12,6 +12,7 @@ from kvtide.server.kv_events.publisher import Publisher
 from kvtide.server.service import Service
 from kvtide.spec import RankShape
 from kvtide.storage import Store
+from kvtide.storage.codec import CodedStore
 from kvtide.storage.file import FileStore
 
 
@@ -50,7 +51,8 @@ class FollowStorage:
         self._folder: FolderSource | None = None
 
     def store_changed(self, store: Store | None) -> None:
-        self._folder = self._source(store) if isinstance(store, FileStore) else None
+        files = store.inner if isinstance(store, CodedStore) else store
+        self._folder = self._source(files) if isinstance(files, FileStore) else None
         self._publisher.follow(self._folder)
 
     def pages_asked(self, prompt: Prompt) -> None:

@@ -121,6 +121,7 @@ def open_engine(settings: Settings, topology: RankTopology | None = None) -> Ser
         fingerprint=fingerprint,
         draft_fingerprint=choice.fingerprint(fingerprint),
         any_tensor_ranks=not settings.deterministic,
+        lossy_pages=settings.lossy_storage,
     )
     cache = TieredCache(model.memory, config, agreement=agreement)
     engine = Engine(
@@ -367,7 +368,10 @@ def _kv_dtype(settings: Settings) -> KVDType:
 def _oracle(settings: Settings, cache: TieredCache) -> RestoreOracle | None:
     if not settings.verify_restores:
         return None
-    bounds = None if settings.deterministic else bounds_of(cache.memory, _dtype(settings))
+    bounds = None
+    if not settings.deterministic:
+        lossy = settings.lossy_storage
+        bounds = bounds_of(cache.memory, _dtype(settings), rounded_pages=lossy)
     return RestoreOracle(cache, settings.verify_restores, bounds)
 
 

@@ -39,11 +39,17 @@ class Stocked:
     """
 
     def __init__(
-        self, memory: ModelMemory, folder: Path, seed: int, settings: KVEventSettings | None = None
+        self,
+        memory: ModelMemory,
+        folder: Path,
+        seed: int,
+        settings: KVEventSettings | None = None,
+        codec: str = "none",
     ) -> None:
         self.chance = random.Random(seed)
         self.seen: dict[Asked, None] = {}
         self._folder = folder
+        self._codec = codec
         self._calls: list[Callable[[], None]] = []
         self.rig = Rig(memory, device=12, host=16, patience=WAIT, write_policy="write_through")
         self.cache = self.rig.cache
@@ -54,7 +60,8 @@ class Stocked:
         self.cache.storage.listen(FollowStorage(self.publisher, self.cache, RankShape()))
 
     def attach(self) -> None:
-        url = f"file://{self._folder}?cap={CAP_BYTES}&floor=0&threads=2"
+        settings = f"cap={CAP_BYTES}&floor=0&threads=2&codec={self._codec}"
+        url = f"file://{self._folder}?{settings}"
         self.store: Store = open_store(url, self.cache.storage.space)
         self.cache.storage.attach(self.store)
 

@@ -18,8 +18,10 @@ from tests.server.kv_events.stocking import Stocked
 
 
 @contextmanager
-def stocked(folder: Path, name: str = "full", seed: int = 0) -> Iterator[tuple[Stocked, Consumer]]:
-    made = Stocked(ALL_MEMORIES[name], folder, seed)
+def stocked(
+    folder: Path, name: str = "full", seed: int = 0, **options: str
+) -> Iterator[tuple[Stocked, Consumer]]:
+    made = Stocked(ALL_MEMORIES[name], folder, seed, **options)
     publisher = made.publisher
     try:
         with Consumer(publisher.endpoint, publisher.replay_endpoint) as consumer:
@@ -42,8 +44,9 @@ def test_a_consumer_knows_what_the_folder_has(name: str, tmp_path: Path) -> None
         assert media == {"GPU", "CPU", "STORAGE"}
 
 
-def test_pages_that_only_the_store_has_stay_known(tmp_path: Path) -> None:
-    with stocked(tmp_path) as (made, consumer):
+@pytest.mark.parametrize("codec", ["none", "lossless"])
+def test_pages_that_only_the_store_has_stay_known(codec: str, tmp_path: Path) -> None:
+    with stocked(tmp_path, codec=codec) as (made, consumer):
         made.remember()
         made.forget_pages()
         made.known_to(consumer)

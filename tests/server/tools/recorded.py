@@ -398,6 +398,30 @@ DEEPSEEK = [
         whole=False,
     ),
     Recorded(
+        "V4 in the block of V3.2, without its end",
+        "deepseek_v4",
+        '<｜DSML｜function_calls>\n<｜DSML｜invoke name="now">\n</｜DSML｜invoke>',
+        "",
+        (("now", "{}"),),
+    ),
+    Recorded(
+        "V4 without a block, text on both sides",
+        "deepseek_v4",
+        'Ok.\n<｜DSML｜invoke name="now">\n</｜DSML｜invoke>\nThat was it.',
+        "Ok.\nThat was it.",
+        (("now", "{}"),),
+    ),
+    Recorded(
+        "V4, a call that closes itself and one without its end",
+        "deepseek_v4",
+        '<｜DSML｜tool_calls>\n<｜DSML｜invoke name="now"/>\n<｜DSML｜invoke name="get_weather">\n'
+        f'{_P} name="city" string="true">Paris</｜DSML｜parameter>\n'
+        f'{_P} name="days" string="false">3</｜DSML｜parameter>\n'
+        '<｜DSML｜invoke name="now">\n</｜DSML｜invoke>\n</｜DSML｜tool_calls>',
+        "",
+        (("now", "{}"), PARIS, ("now", "{}")),
+    ),
+    Recorded(
         "V3.2 without a name",
         "deepseek_v32",
         "<｜DSML｜function_calls>\n<｜DSML｜invoke>x",
