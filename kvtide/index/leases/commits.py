@@ -189,6 +189,8 @@ class Commits:
     def _move_pins(self, lease: IndexLease, start_node: Node) -> None:
         """Pin the committed pages: pins of histories extend, those of windows and states move."""
         tree = self._tree
+        if lease.node is start_node and not tree.finite_cells:
+            return  # The node grew in place, and so did the pins.
         old, lease.pins = lease.pins, []
         for anchor, reach in enumerate(self._reaches):
             if (cell := tree.homes[anchor]) in self._histories:
@@ -197,7 +199,8 @@ class Commits:
             else:
                 start = 0 if reach is None else max(0, lease.boundary - reach)
                 lease.pins += tree.pins.fastest(anchor, lease.node, start, Tier.DEVICE)
-                lease.pins += self._pin_checkpoints(lease, anchor, reach)
+                if lease.prompt.checkpoints:
+                    lease.pins += self._pin_checkpoints(lease, anchor, reach)
         for pin in old:
             if pin.cell not in self._histories:
                 tree.pins.unpin(pin)
