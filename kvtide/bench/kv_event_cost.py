@@ -53,6 +53,7 @@ LONGEST_NS = 20_000
 CONTESTANTS = ("full", "window", "recurrent", "deepseek-v4-learned")
 WORKLOADS = ("chat:users=40", "agent:sessions=6", "rag:requests=200")
 CAPACITY_TOKENS = 100_000
+"""Or twice the longest prompt, if that is more."""
 PAGE_TOKENS = 64
 
 UNBOUNDED = 1 << 30
@@ -341,7 +342,9 @@ def print_requests() -> None:
     print("|---|---|---|---|---|---|---|---|---|")
     for name in CONTESTANTS:
         for workload in WORKLOADS:
-            cost = measure(name, parse(workload), CAPACITY_TOKENS, PAGE_TOKENS)
+            trace = parse(workload)
+            capacity_tokens = max(CAPACITY_TOKENS, 2 * trace.longest_tokens)
+            cost = measure(name, trace, capacity_tokens, PAGE_TOKENS)
             print(
                 f"| {name} | {workload} | {cost.events:.2f} | {cost.index_us:.1f} | "
                 f"{cost.event_us:.2f} | {cost.fraction:.1%} | {cost.feeding_us:.1f} | "

@@ -25,6 +25,7 @@ from kvtide.planner.charts import ChartError
 from kvtide.planner.hit_curve import hit_curve
 from kvtide.planner.html_page import HtmlTable
 from kvtide.planner.replay import Rates
+from kvtide.planner.storage_admission import WRITE_POLICIES, WRITE_THROUGH, WritePolicy
 from kvtide.planner.study import (
     BRANCH,
     COST,
@@ -46,7 +47,7 @@ _OUT = "kvtide-plan"
 _POINTS = 8
 _EFFECTIVE_FLOPS = 400e12
 _SMALL_TRACE_TOKENS = 50_000_000
-"""Up to this length checkpoint placements are compared by default: it takes seconds."""
+"""Up to this length placements and write policies are compared by default: it takes seconds."""
 
 _EPILOG = """\
 sizes are written 80GB, 512GiB or 4096; a tier of 0 is left out.
@@ -73,6 +74,9 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--points", type=int, metavar="N", help=f"sizes to try ({_POINTS})")
     parser.add_argument(
         "--placements", action="store_true", help="compare checkpoint placements on long traces too"
+    )
+    parser.add_argument(
+        "--write-policies", action="store_true", help="compare write policies on long traces too"
     )
     parser.add_argument("--out", metavar="DIR", help=f"folder for plots and pages (./{_OUT})")
     parser.add_argument(
@@ -104,6 +108,11 @@ def _add_tiers(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--checkpoints", metavar="P", help=f"last, branch, cost or every:TOKENS ({COST.name})"
+    )
+    parser.add_argument(
+        "--write-policy",
+        metavar="NAME",
+        help=f"{', '.join(WRITE_POLICIES)} ({WRITE_THROUGH.name})",
     )
 
 
@@ -161,6 +170,7 @@ class _Inputs:
         self.eviction = self._eviction()
         checkpoints = self._value("checkpoints", COST.name)
         self.checkpoints = parse_checkpoints(checkpoints, self.memory.page_tokens)
+        self.write_policy = self._write_policy()
         self.rates = self._rates(model)
         self.handoff = handoff_report.read(args, self.rates.prefill_tokens_s, self._note)
         self.swept, self.points = self._sweep()
@@ -176,11 +186,12 @@ class _Inputs:
             self.eviction,
             self.checkpoints,
             self.running,
+            self.write_policy,
         )
 
     def _value(self, name: str, default: str) -> str:
         given: str | None = getattr(self._args, name)
-        self._note(name, default if given is None else given, given)
+        self._note(name.replace("_", " "), default if given is None else given, given)
         return default if given is None else given
 
     def _note(self, name: str, value: str, given: object) -> None:
@@ -243,6 +254,26 @@ class _Inputs:
         if name not in POLICIES:
             raise CommandError(f"--eviction {name}: no such policy; use {', '.join(POLICIES)}")
         return name
+
+    def _write_policy(self) -> WritePolicy:
+        name = self._value("write_policy", WRITE_THROUGH.name)
+        if name not in WRITE_POLICIES:
+            raise CommandError(
+                f"--write-policy {name}: no such policy; use {', '.join(WRITE_POLICIES)}"
+            )
+        policy = WRITE_POLICIES[name]
+        if policy.requested_again and not self.tier_bytes[Tier.STORAGE]:
+            raise CommandError(
+                f"--write-policy {name}: it differs from {WRITE_THROUGH.name} in what storage "
+                "gets; give --storage a size"
+            )
+        if policy is not WRITE_THROUGH and not self.tier_bytes[Tier.HOST]:
+            raise CommandError(f"--write-policy {name}: it writes to the host; give --host a size")
+        if self._args.write_policies and not self.tier_bytes[Tier.STORAGE]:
+            raise CommandError(
+                "--write-policies: compares what is written to storage; give --storage a size"
+            )
+        return policy
 
     def _rates(self, model: str) -> Rates:
         default = Rates(1.0)
@@ -369,11 +400,13 @@ def _compute(inputs: _Inputs, args: argparse.Namespace) -> PlanReport:
     base = inputs.study()
     curve = hit_curve(_walk(base.trace, "stack distances"), base.memory.page_tokens)
     report = study.run(base, _walk)
+    small = base.trace.prompt_tokens <= _SMALL_TRACE_TOKENS
     placements = []
-    if has_checkpoints(base.memory) and (
-        args.placements or base.trace.prompt_tokens <= _SMALL_TRACE_TOKENS
-    ):
+    if has_checkpoints(base.memory) and (args.placements or small):
         placements = study.placements(base, report, _walk)
+    writing = []
+    if base.tier_bytes[Tier.STORAGE] and (args.write_policies or small):
+        writing = study.writing(base, report, _walk)
     points = []
     if inputs.swept is not None:
         given = getattr(args, inputs.swept.name.lower()) is not None
@@ -389,6 +422,7 @@ def _compute(inputs: _Inputs, args: argparse.Namespace) -> PlanReport:
         report,
         curve,
         placements,
+        writing,
         inputs.swept,
         points,
         handoff_report.compute(base, report, inputs.handoff),

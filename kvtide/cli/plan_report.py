@@ -18,7 +18,14 @@ from kvtide.planner.handoff_plan import HandoffPlan
 from kvtide.planner.hit_curve import HitCurve
 from kvtide.planner.html_page import HtmlTable
 from kvtide.planner.replay import LINKS, Rates, Report, Setup
-from kvtide.planner.study import PlacementCost, Study, SweepPoint, has_checkpoints
+from kvtide.planner.study import (
+    PlacementCost,
+    Study,
+    SweepPoint,
+    WriteCost,
+    has_checkpoints,
+    thriftiest,
+)
 from kvtide.spec import ModelMemory, Tier
 from kvtide.spec.sizing import bytes_for
 
@@ -37,6 +44,7 @@ class PlanReport:
     report: Report
     curve: HitCurve
     placements: Sequence[PlacementCost] = ()
+    writing: Sequence[WriteCost] = ()
     swept: Tier | None = None
     sweep: Sequence[SweepPoint] = ()
     handoff: HandoffPlan | None = None
@@ -59,6 +67,8 @@ def tables(plan: PlanReport) -> list[HtmlTable]:
         found.append(_misses(plan))
     if plan.placements:
         found.append(_placements(plan))
+    if plan.writing:
+        found.append(_writing(plan))
     if plan.swept is not None:
         found.append(_sweep(plan, plan.swept))
     if plan.handoff is not None:
@@ -181,6 +191,22 @@ def _kept(cost: PlacementCost) -> str:
     return "–" if kept is None else f"{kept:.2f}"
 
 
+def _writing(plan: PlanReport) -> HtmlTable:
+    rows = [
+        [
+            cost.policy.name,
+            "yes" if cost.policy.served else "no",
+            _percent(cost.report.hit_rate),
+            _percent(cost.report.tier_hit_rate(Tier.STORAGE)),
+            format_bytes(cost.stored_bytes),
+            _percent(cost.saved),
+        ]
+        for cost in plan.writing
+    ]
+    header = ("write policy", "served", "hit rate", "from storage", "written to storage", "saved")
+    return HtmlTable("What write policies write to storage", header, rows)
+
+
 def _sweep(plan: PlanReport, swept: Tier) -> HtmlTable:
     tiers = list(plan.sweep[0].report.hit_tokens)
     rows = [
@@ -221,9 +247,21 @@ def sentences(plan: PlanReport) -> list[str]:
             f"{report.unfit_requests:,} of {report.requests:,} requests do not fit {where}; "
             f"the longest prompt needs {format_bytes(plan.curve_bytes(curve.longest_pages))}."
         )
+    if plan.writing:
+        found.append(_advised(thriftiest(plan.writing)))
     if plan.handoff is not None:
         found += handoff_report.sentences(plan.handoff)
     return found
+
+
+def _advised(cost: WriteCost) -> str:
+    if not cost.saved > 0:
+        return "No write policy writes less to storage than write_through at an equal hit rate."
+    found = (
+        f"{cost.policy.name} writes {_percent(cost.saved)} less to storage than write_through at "
+        f"an equal hit rate ({_percent(cost.report.hit_rate)})"
+    )
+    return found + ("." if cost.policy.served else "; kvtide serve does not offer it.")
 
 
 # -- charts ---------------------------------------------------------------------------------
@@ -325,6 +363,16 @@ def describe(plan: PlanReport) -> dict[str, Any]:
                 **_describe_report(cost.report, plan.rates),
             }
             for cost in plan.placements
+        ],
+        "write_policies": [
+            {
+                "write_policy": cost.policy.name,
+                "served": cost.policy.served,
+                "stored_bytes": cost.stored_bytes,
+                "saved": cost.saved,
+                **_describe_report(cost.report, plan.rates),
+            }
+            for cost in plan.writing
         ],
         "sweep": plan.swept
         and {

@@ -333,7 +333,7 @@ class Engine:
         requests = [chunk.request for chunk in chunks]
         if self._speculates(requests):
             if self.oracle is None:
-                self._ahead.launch_behind(chunks, sampling, output)
+                self._ahead.launch_verify_ahead(chunks, sampling, output)
         elif self.oracle is None:
             self._ahead.launch_next(requests, sampling, output)
         else:
@@ -375,7 +375,7 @@ class Engine:
         decoding = [request for request, finish in last.items() if finish is None]
         # A next step that is planned already has no place for drafts.
         planned = self.overlap.state is not OverlapState.IDLE
-        waits = planned and not self._speculation.drafts_behind
+        waits = planned and not self._speculation.drafted_ahead
         self._speculation.extend(chunks, output, () if waits else decoding)
         for chunk in chunks:
             if chunk.drafts or self._written_late(chunk.request):

@@ -2,9 +2,9 @@
 
 `Overlap` holds the next step. It is launched before the host has read what is sampled, or drafted:
 
-launch_next    one decode token of each request, and prefill chunks if a request waits for slots
-launch_behind  a verify step behind a verify step, wherever acceptance ends
-launch_verify  a verify step of drafts that the device is still computing
+launch_next          a decode token of each request; prefill chunks if a request waits for slots
+launch_verify_ahead  a verify step after a verify step, wherever acceptance ends
+launch_verify        a verify step of drafts that the device is still computing
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class LaunchAhead:
             output.keep_captured()
             self._overlap.launch(requests, sampling.tokens)
 
-    def launch_behind(
+    def launch_verify_ahead(
         self, chunks: Sequence[ScheduledChunk], sampling: SamplingBatch, output: StepOutput
     ) -> None:
         """Draft behind a verify step, and launch the next one of these drafts, before the host has
@@ -77,19 +77,19 @@ class LaunchAhead:
         the drafts alone are launched, and the host reads what was accepted while they run.
         """
         speculation, scheduler = self._speculation, self._scheduler
-        if speculation is None or not speculation.can_draft_behind:
+        if speculation is None or not speculation.can_draft_ahead:
             return
-        planned = scheduler.plan_behind(chunks, speculation.wanted_behind)
+        planned = scheduler.plan_verify_ahead(chunks, speculation.wanted_ahead)
         if planned is None or not any(chunk.drafts for chunk in planned.chunks):
             return
         step = speculation.unread(chunks, output, sampling.tokens)
-        drafted = speculation.draft_behind(step, planned)
+        drafted = speculation.draft_ahead(step, planned)
         if drafted is None or not scheduler.launches_ahead or scheduler.keeps_states:
             return
         planned, drafts = drafted
         output.keep_captured()
         if self._prepare(planned):
-            self._overlap.launch_behind(step.sampled, drafts)
+            self._overlap.launch_verify_ahead(step.sampled, drafts)
         else:
             self._overlap.forget()
 
@@ -118,7 +118,7 @@ class LaunchAhead:
         """The host samples another token than the device has: what runs on that one is void.
         Returns whether a step does."""
         if self._speculation is not None:
-            self._speculation.undo_behind(request)
+            self._speculation.undo_ahead(request)
         return self._overlap.drop(request)
 
     @property

@@ -93,7 +93,7 @@ class StepLauncher(Protocol):
 
     def launch_drafted(self, step: PreparedStep, drafts: Tensor) -> LaunchedStep: ...
 
-    def launch_behind(
+    def launch_verify_ahead(
         self, step: PreparedStep, sampled: UnreadTokens, drafts: Tensor
     ) -> LaunchedStep: ...
 
@@ -181,9 +181,9 @@ class Overlap:
         """Launch the next step, a verify step of these drafts on the device."""
         self._launch(lambda step: self._runner.launch_drafted(step, drafts))
 
-    def launch_behind(self, sampled: UnreadTokens, drafts: Tensor) -> None:
+    def launch_verify_ahead(self, sampled: UnreadTokens, drafts: Tensor) -> None:
         """Launch the next step, a verify step of these drafts behind what is `sampled`."""
-        self._launch(lambda step: self._runner.launch_behind(step, sampled, drafts))
+        self._launch(lambda step: self._runner.launch_verify_ahead(step, sampled, drafts))
 
     def _launch(self, launch: Callable[[PreparedStep], LaunchedStep]) -> None:
         step = self._next

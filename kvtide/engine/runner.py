@@ -357,14 +357,14 @@ class Runner:
         self._count(step.graph)
         return LaunchedStep(step, step.graph.launch_drafted(drafts))
 
-    def launch_behind(
+    def launch_verify_ahead(
         self, step: PreparedStep, sampled: UnreadTokens, drafts: Tensor
     ) -> LaunchedStep:
         """Launch a prepared verify step before the host knows where it begins."""
         self._count(step.graph)
         requests = [chunk.request for chunk in step.chunks]
         last, accepted = sampled.of(requests, self._staging)
-        return LaunchedStep(step, step.graph.launch_behind(last, accepted, drafts))
+        return LaunchedStep(step, step.graph.launch_verify_ahead(last, accepted, drafts))
 
     def read_launched(self, step: LaunchedStep, chunks: Sequence[ScheduledChunk]) -> StepOutput:
         """The output of those chunks of a launched step that are still wanted."""

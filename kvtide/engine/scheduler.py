@@ -403,7 +403,7 @@ class Scheduler:
         chunks = self.schedule()
         return PlannedStep(chunks, frees_slots=False) if self.running == running else None
 
-    def plan_behind(
+    def plan_verify_ahead(
         self, chunks: Sequence[ScheduledChunk], wanted: Callable[[Request], int]
     ) -> PlannedStep | None:
         """The step behind a verify step of these chunks, before the host knows what is accepted: of

@@ -33,6 +33,7 @@ from kvtide.index.keys import (
     page_keys,
 )
 from kvtide.index.leases.arrivals import Arrivals
+from kvtide.index.leases.commits import Commits
 from kvtide.index.leases.imports_exports import ImportsExports, Outline, WantedPages
 from kvtide.index.leases.lease_slots import arriving_table, page_table
 from kvtide.index.leases.leasing import Leasing
@@ -78,9 +79,8 @@ class Index:
         self._allocator = Allocator(self.tree, frozenset(kept))
         self._matcher = Matcher(memory, self.tree)
         chosen = placement or CostBased()
-        self._leasing = Leasing(
-            memory, self.tree, self._matcher, self._allocator, chosen, copy_on_device
-        )
+        self._leasing = Leasing(memory, self.tree, self._allocator, chosen)
+        self._commits = Commits(memory, self.tree, self._matcher, self._leasing, copy_on_device)
         self._arrivals = Arrivals(self.tree, self._allocator, self._leasing)
         self._imports_exports = ImportsExports(
             self.tree, self._allocator, self._matcher, self._leasing
@@ -179,7 +179,7 @@ class Index:
         optional sidecars (a draft's KV) that were not written for these pages. Shared pages that
         lack sidecars get those that the lease wrote (`copy_on_device`).
         """
-        self._leasing.commit(lease, tokens, without)
+        self._commits.commit(lease, tokens, without)
 
     @property
     def has_checkpoints(self) -> bool:

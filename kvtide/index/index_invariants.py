@@ -94,8 +94,11 @@ def promises_are_covered(tree: Tree) -> Iterator[str]:
         promised = sum(lease.growth.get(number, 0) for lease in tree.leases.values())
         if cell.slots.promised != promised:
             yield f"cell {number}: {cell.slots.promised} slots promised, leases hold {promised}"
-        if cell.slots.available < 0:
+        free = len(cell.slots.free_slots())
+        if cell.slots.promised > free:
             yield f"cell {number}: more slots promised than free"
+        if cell.slots.available != free - cell.slots.promised:
+            yield f"cell {number}: {free} slots free, and {cell.slots.available} available"
 
 
 def every_hot_row_has_one_owner(tree: Tree) -> Iterator[str]:

@@ -1,7 +1,7 @@
 """Replays a trace through the real index: hits by tier, bytes moved, time saved.
 
 The replay serves one request after another as the cache does: match, fetch and load pages below
-the device, reserve, commit, and write new pages through to the lower tiers. Every transfer lands
+the device, reserve, commit, and copy pages down as the write policy says. Every transfer lands
 at once: the replay counts bytes, and times follow from the bytes and the assumed `Rates`.
 
 A prefix that does not fit into a faster tier is matched again in fewer tiers. A prompt that does
@@ -12,7 +12,7 @@ behind.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -27,6 +27,7 @@ from kvtide.index import (
     Prompt,
     Stop,
 )
+from kvtide.planner.storage_admission import WRITE_THROUGH, RequestedPages, WritePolicy
 from kvtide.planner.traces import Trace, TraceRequest
 from kvtide.spec import ModelMemory, Tier
 from kvtide.spec.sizing import pages_for
@@ -52,6 +53,7 @@ class Setup:
     capacity_pages: Mapping[Tier, Mapping[str, int]]
     eviction: str = DEFAULT_POLICY
     placement: Placement = field(default_factory=CostBased)
+    write_policy: WritePolicy = WRITE_THROUGH
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,6 +178,10 @@ class _Replay:
             placement=setup.placement,
             hot_rows=1 if memory.hot_pools else 0,
         )
+        self._writing = setup.write_policy
+        self._requested = (
+            RequestedPages(memory.page_tokens) if self._writing.requested_again else None
+        )
         self._tiers = sorted(setup.capacity_pages)
         self._page = memory.page_tokens
         self._memory = memory
@@ -198,10 +204,12 @@ class _Replay:
         self._requests += 1
         self._prompt_tokens += tokens
         hit, found, stops, lease = self._bring_up(index.prompt(request.prompt))
-        if self._compute(lease, tokens):
+        self._write(lease, self._writing.found)
+        known = self._requested.add(request.prompt) if self._requested is not None else 0
+        if self._compute(lease, tokens, known * self._page):
             self._hit_pages.update(found)
             self._count_misses(hit, stops)
-            self._write_through(lease)
+            self._write(lease, self._writing.computed)
         else:
             self._unfit += 1
             found = {}
@@ -226,15 +234,16 @@ class _Replay:
         below = [tier for tier in reversed(self._tiers) if tier <= slowest]
         return all(self._copy(lease, source, target) for source, target in pairwise(below))
 
-    def _compute(self, lease: IndexLease, tokens: int) -> bool:
+    def _compute(self, lease: IndexLease, tokens: int, known: int) -> bool:
         """Commit the prompt; False where its history does not fit in its home tiers.
 
         Where not all checkpoints fit at once, the prompt is committed in prefill chunks, as an
-        engine does: a chunk's checkpoints may evict those of an earlier one.
+        engine does: a chunk's checkpoints may evict those of an earlier one. An earlier prompt had
+        the first `known` tokens as well.
         """
         index = self._index
         if index.reserve(lease, tokens):
-            self._commit(lease, tokens)
+            self._commit(lease, tokens, known)
             return True
         if not index.reserve_with(lease, tokens, ()):
             return False
@@ -243,19 +252,24 @@ class _Replay:
         for upto in (*range(start + _CHUNK_TOKENS, tokens, _CHUNK_TOKENS), tokens):
             if not (index.advance(lease, upto) or index.advance_without_checkpoints(lease, upto)):
                 return False
-            self._commit(lease, upto)
+            self._commit(lease, upto, known)
         return True
 
-    def _commit(self, lease: IndexLease, tokens: int) -> None:
+    def _commit(self, lease: IndexLease, tokens: int, known: int) -> None:
         resident = self._index.resident_pages
         before = {anchor: resident(home, anchor) for anchor, home in self._homes.items()}
-        self._index.commit(lease, tokens)
+        for upto in (known, tokens) if 0 < known < tokens else (tokens,):
+            self._index.commit(lease, upto)
+            if upto <= known:
+                self._write(lease, self._writing.requested_again)
         for anchor, home in self._homes.items():
             self._committed[anchor] += resident(home, anchor) - before[anchor]
 
-    def _write_through(self, lease: IndexLease) -> None:
+    def _write(self, lease: IndexLease, targets: Collection[Tier]) -> None:
+        """Copy what the lease covers down to these tiers."""
         for source, target in pairwise(self._tiers):
-            self._copy(lease, source, target)
+            if target in targets:
+                self._copy(lease, source, target)
 
     def _copy(self, lease: IndexLease, source: Tier, target: Tier) -> bool:
         link = _LINK_NAMES[source, target]

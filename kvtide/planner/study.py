@@ -2,6 +2,7 @@
 
   run         the tiers as given
   placements  the same tiers with other checkpoint placements; for models with windows or states
+  writing     the same tiers with other write policies: what storage is spared
   sweep       one tier at several sizes
 
 A replay walks the trace once. A caller that shows progress passes a `Walk` that wraps it.
@@ -16,12 +17,16 @@ from functools import partial
 
 from kvtide.index import DEFAULT_POLICY, Branches, CostBased, EveryPages, LastPage, Placement
 from kvtide.planner.replay import Report, Setup, replay, size_tiers
+from kvtide.planner.storage_admission import WRITE_POLICIES, WRITE_THROUGH, WritePolicy
 from kvtide.planner.traces import Trace, TraceRequest
 from kvtide.spec import ALL, ModelMemory, Tier
 from kvtide.spec.residency import hot_bytes
 from kvtide.spec.sizing import bytes_for
 
 _REGULAR_TOKENS = (8192, 2048)
+
+EQUAL_HIT_RATE = 0.0005
+"""Hit rates that differ by less count as equal: they are printed in tenths of a percent."""
 
 Walk = Callable[[Trace, str], Iterable[TraceRequest]]
 """Walks a trace's requests in order, with a label for progress."""
@@ -66,13 +71,15 @@ class Study:
     eviction: str = DEFAULT_POLICY
     checkpoints: Checkpoints = COST
     running: int = 1
+    write_policy: WritePolicy = WRITE_THROUGH
 
     def setup(self) -> Setup:
         page_bytes = {
             tier: size and size - self.hot_bytes(tier) for tier, size in self.tier_bytes.items()
         }
         pages = size_tiers(self.memory, page_bytes, self.trace)
-        return Setup(self.memory, pages, self.eviction, self.checkpoints.placement())
+        placement = self.checkpoints.placement()
+        return Setup(self.memory, pages, self.eviction, placement, self.write_policy)
 
     def hot_bytes(self, tier: Tier) -> int:
         """Bytes of a tier that hot buffers take from its pages."""
@@ -157,6 +164,49 @@ def _checkpoints(memory: ModelMemory, report: Report) -> float:
         if (reach := anchor.reuse.reach_pages(memory.page_tokens)) is not None
     ]
     return max(kept, default=0.0) / max(report.requests, 1)
+
+
+# -- write policies -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class WriteCost:
+    """The report of one write policy, and the bytes that `write_through` writes to storage."""
+
+    policy: WritePolicy
+    report: Report
+    through_bytes: int
+
+    @property
+    def stored_bytes(self) -> int:
+        return self.report.moved_bytes["store"]
+
+    @property
+    def saved(self) -> float:
+        """The fraction of what `write_through` writes to storage that this policy does not."""
+        return 1 - self.stored_bytes / self.through_bytes if self.through_bytes else 0.0
+
+
+def writing(study: Study, base: Report, walk: Walk = quietly) -> list[WriteCost]:
+    """What every write policy finds and writes to storage, `write_through` first.
+
+    `base` is the report of the study's own policy, which is not replayed again.
+    """
+    reports = {}
+    for policy in WRITE_POLICIES.values():
+        reports[policy.name] = base
+        if policy is not study.write_policy:
+            setup = replace(study, write_policy=policy).setup()
+            reports[policy.name] = replay(setup, walk(study.trace, policy.name))
+    through = reports[WRITE_THROUGH.name].moved_bytes["store"]
+    return [WriteCost(WRITE_POLICIES[name], found, through) for name, found in reports.items()]
+
+
+def thriftiest(costs: Iterable[WriteCost]) -> WriteCost:
+    """The least writes to storage at the hit rate of `write_through`, or a higher one."""
+    listed = list(costs)
+    needed = listed[0].report.hit_rate - EQUAL_HIT_RATE
+    return min((c for c in listed if c.report.hit_rate >= needed), key=lambda c: c.stored_bytes)
 
 
 # -- sweeps ---------------------------------------------------------------------------------

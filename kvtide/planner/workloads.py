@@ -1,161 +1,75 @@
 """Built-in workloads: synthetic traffic for the planner.
 
   chat    multi-turn conversations behind one system prompt
-  agent   coding agents: tool turns over shared instructions and repositories, with sub-agents
+  agent   coding agents: long sessions whose requests extend each other (`agent_sessions`)
   rag     questions about a few popular documents of a fixed corpus
 
-A workload is planned first: the arrival times, and the texts that make up each prompt. A
-`SyntheticText` is a prefix of a fixed run of random tokens, so a conversation is one text of which
-every turn shows a longer prefix. Tokens are made while the trace is walked. The same options and
-seed give the same trace.
+A workload is planned first: the arrival times, and the texts that make up each prompt
+(`synthetic_texts`). A conversation is one text of which every turn shows a longer prefix. The same
+options and seed give the same trace.
 
 `parse("chat:users=64,turns=5")` is `make("chat", users=64, turns=5)`.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import Field, dataclass, field, fields
+from dataclasses import Field, dataclass, fields
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from kvtide.planner.traces import (
-    BLOCK_TOKENS,
-    Tokens,
-    Trace,
-    TraceError,
-    TraceRequest,
-    block_tokens,
+from kvtide.planner import agent_sessions
+from kvtide.planner.agent_sessions import Agent
+from kvtide.planner.synthetic_texts import (
+    Author,
+    Counts,
+    Floats,
+    RequestPlan,
+    SyntheticText,
+    option,
 )
-
-Number = TypeVar("Number", int, float)
+from kvtide.planner.traces import Trace, TraceError, TraceRequest
 
 _SECONDS_PER_OUTPUT_TOKEN = 0.02
 
 
-def _option(default: Number, minimum: Number, help: str, maximum: int = 1 << 20) -> Number:
-    bounds = {"minimum": minimum, "maximum": maximum, "help": help}
-    option: Number = field(default=default, metadata=bounds)
-    return option
-
-
 # -- options --------------------------------------------------------------------------------
-# Lengths of questions, answers, tool results and documents are medians of log-normal lengths.
+# Lengths of questions, answers and documents are medians of log-normal lengths.
 
 
 @dataclass(frozen=True, slots=True)
 class Chat:
     """Multi-turn conversations. An answer becomes part of the next prompt."""
 
-    users: int = _option(150, 1, "conversations")
-    turns: int = _option(10, 1, "turns of each conversation")
-    system: int = _option(1500, 0, "tokens of the system prompt that all share")
-    question: int = _option(150, 1, "median tokens of a question")
-    answer: int = _option(350, 1, "median tokens of an answer")
-    users_per_minute: float = _option(6.0, 0.001, "conversations that begin per minute")
-    think_s: float = _option(30.0, 0.0, "median seconds between an answer and the next question")
-    seed: int = _option(0, 0, "the same seed gives the same trace")
-
-
-@dataclass(frozen=True, slots=True)
-class Agent:
-    """Coding agents: instructions and tools, a repository, then one tool result after another."""
-
-    sessions: int = _option(24, 1, "agents")
-    turns: int = _option(24, 1, "tool turns of each agent")
-    system: int = _option(4000, 0, "tokens of instructions and tool schemas that all share")
-    repositories: int = _option(6, 1, "repositories the agents work on")
-    repository: int = _option(8000, 0, "tokens of repository context that its agents share")
-    task: int = _option(300, 1, "median tokens of a task")
-    result: int = _option(500, 1, "median tokens of a tool result")
-    output: int = _option(150, 1, "median tokens of a model turn")
-    branch_percent: float = _option(4.0, 0.0, "turns in a hundred that start a sub-agent", 100)
-    branch_turns: int = _option(6, 1, "tool turns of each sub-agent")
-    sessions_per_minute: float = _option(2.0, 0.001, "agents that begin per minute")
-    tool_s: float = _option(4.0, 0.0, "median seconds a tool runs")
-    seed: int = _option(0, 0, "the same seed gives the same trace")
+    users: int = option(150, 1, "conversations")
+    turns: int = option(10, 1, "turns of each conversation")
+    system: int = option(1500, 0, "tokens of the system prompt that all share")
+    question: int = option(150, 1, "median tokens of a question")
+    answer: int = option(350, 1, "median tokens of an answer")
+    users_per_minute: float = option(6.0, 0.001, "conversations that begin per minute")
+    think_s: float = option(30.0, 0.0, "median seconds between an answer and the next question")
+    seed: int = option(0, 0, "the same seed gives the same trace")
 
 
 @dataclass(frozen=True, slots=True)
 class Rag:
     """Questions, each behind some documents of a fixed corpus, most relevant first."""
 
-    requests: int = _option(1200, 1, "questions")
-    documents: int = _option(400, 1, "documents in the corpus")
-    retrieved: int = _option(5, 1, "documents in each prompt")
-    system: int = _option(800, 0, "tokens of the system prompt that all share")
-    document: int = _option(1500, 1, "median tokens of a document")
-    question: int = _option(60, 1, "median tokens of a question")
-    answer: int = _option(250, 1, "median tokens of an answer")
-    zipf: float = _option(1.2, 0.0, "how uneven the documents' popularity is; 0 is even", 10)
-    requests_per_minute: float = _option(60.0, 0.001, "questions that arrive per minute")
-    seed: int = _option(0, 0, "the same seed gives the same trace")
+    requests: int = option(1200, 1, "questions")
+    documents: int = option(400, 1, "documents in the corpus")
+    retrieved: int = option(5, 1, "documents in each prompt")
+    system: int = option(800, 0, "tokens of the system prompt that all share")
+    document: int = option(1500, 1, "median tokens of a document")
+    question: int = option(60, 1, "median tokens of a question")
+    answer: int = option(250, 1, "median tokens of an answer")
+    zipf: float = option(1.2, 0.0, "how uneven the documents' popularity is; 0 is even", 10)
+    requests_per_minute: float = option(60.0, 0.001, "questions that arrive per minute")
+    seed: int = option(0, 0, "the same seed gives the same trace")
 
 
-# -- texts and plans ------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class SyntheticText:
-    """The first `tokens` tokens of the text that begins at a block number."""
-
-    first_block: int
-    tokens: int
-
-    def shown(self, tokens: int) -> SyntheticText:
-        return SyntheticText(self.first_block, tokens)
-
-    def token_ids(self) -> Tokens:
-        blocks = np.arange(math.ceil(self.tokens / BLOCK_TOKENS), dtype=np.int64)
-        return block_tokens(self.first_block + blocks, self.tokens)
-
-
-class Author:
-    """Hands out texts that share no block, and draws every random number of a workload."""
-
-    def __init__(self, seed: int) -> None:
-        self.rng = np.random.default_rng(seed)
-        self._next_block = 0
-
-    def write(self, tokens: int) -> SyntheticText:
-        text = SyntheticText(self._next_block, tokens)
-        self._next_block += math.ceil(tokens / BLOCK_TOKENS)
-        return text
-
-    def lengths(self, median: int, count: int, sigma: float = 0.8) -> npt.NDArray[np.int64]:
-        """Log-normal lengths of at least 1, the far tail cut at twenty medians."""
-        samples: npt.NDArray[np.float64] = np.exp(sigma * self.rng.standard_normal(count))
-        return np.clip(np.rint(median * samples), 1, 20 * median).astype(np.int64)
-
-    def pauses_s(self, median_s: float, count: int) -> npt.NDArray[np.float64]:
-        samples: npt.NDArray[np.float64] = np.exp(self.rng.standard_normal(count))
-        return median_s * samples
-
-    def poisson_s(self, per_minute: float, count: int) -> npt.NDArray[np.float64]:
-        """Arrival times of a Poisson process that begins at 0."""
-        return np.cumsum(self.rng.exponential(60 / per_minute, count))
-
-
-@dataclass(frozen=True, slots=True)
-class TurnPlan:
-    """One request before its tokens are made."""
-
-    arrival_s: float
-    texts: tuple[SyntheticText, ...]
-    output_tokens: int
-    session: str
-
-    @property
-    def prompt_tokens(self) -> int:
-        return sum(text.tokens for text in self.texts)
-
-    def request(self) -> TraceRequest:
-        prompt = np.concatenate([text.token_ids() for text in self.texts])
-        return TraceRequest(self.arrival_s, prompt, self.output_tokens, self.session)
+# -- conversations --------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,12 +85,12 @@ class Opening:
 class Turns:
     """Input and output tokens turn by turn, and the pause before the next."""
 
-    inputs: npt.NDArray[np.int64]
-    outputs: npt.NDArray[np.int64]
-    pauses_s: npt.NDArray[np.float64]
+    inputs: Counts
+    outputs: Counts
+    pauses_s: Floats
 
 
-def _dialogue(author: Author, opening: Opening, turns: Turns) -> list[TurnPlan]:
+def _dialogue(author: Author, opening: Opening, turns: Turns) -> list[RequestPlan]:
     """One plan per turn; the conversation is a single text of which each turn shows more."""
     ends = np.cumsum(turns.inputs + turns.outputs)
     conversation = author.write(int(ends[-1]))
@@ -184,7 +98,7 @@ def _dialogue(author: Author, opening: Opening, turns: Turns) -> list[TurnPlan]:
     arrivals_s = opening.start_s + np.cumsum(took_s) - took_s
     columns = (arrivals_s.tolist(), ends.tolist(), turns.outputs.tolist())
     return [
-        TurnPlan(
+        RequestPlan(
             arrival_s,
             (*opening.preamble, conversation.shown(end - answer)),
             answer,
@@ -194,14 +108,14 @@ def _dialogue(author: Author, opening: Opening, turns: Turns) -> list[TurnPlan]:
     ]
 
 
-# -- the three workloads --------------------------------------------------------------------
+# -- chat and rag ---------------------------------------------------------------------------
 
 
-def _chat(options: Chat) -> list[TurnPlan]:
+def _chat(options: Chat) -> list[RequestPlan]:
     author = Author(options.seed)
     system = author.write(options.system)
     starts_s = author.poisson_s(options.users_per_minute, options.users)
-    plans: list[TurnPlan] = []
+    plans: list[RequestPlan] = []
     for user, start_s in enumerate(starts_s.tolist()):
         turns = Turns(
             inputs=author.lengths(options.question, options.turns),
@@ -212,43 +126,7 @@ def _chat(options: Chat) -> list[TurnPlan]:
     return plans
 
 
-def _agent(options: Agent) -> list[TurnPlan]:
-    author = Author(options.seed)
-    system = author.write(options.system)
-    repositories = [author.write(options.repository) for _ in range(options.repositories)]
-    used = author.rng.integers(options.repositories, size=options.sessions)
-    starts_s = author.poisson_s(options.sessions_per_minute, options.sessions)
-    plans: list[TurnPlan] = []
-    for number, (start_s, which) in enumerate(zip(starts_s.tolist(), used, strict=True)):
-        opening = Opening(f"agent-{number}", start_s, (system, repositories[which]))
-        main = _dialogue(author, opening, _tool_turns(options, author, options.turns))
-        plans += main
-        for turn in range(options.turns):
-            if author.rng.random() * 100 < options.branch_percent:
-                branch = _branch(author, main, turn)
-                plans += _dialogue(
-                    author, branch, _tool_turns(options, author, options.branch_turns)
-                )
-    return plans
-
-
-def _tool_turns(options: Agent, author: Author, turns: int) -> Turns:
-    inputs = author.lengths(options.result, turns)
-    inputs[0] = author.lengths(options.task, 1)[0]
-    return Turns(
-        inputs, author.lengths(options.output, turns), author.pauses_s(options.tool_s, turns)
-    )
-
-
-def _branch(author: Author, main: Sequence[TurnPlan], turn: int) -> Opening:
-    """A sub-agent starts after the output of `turn`, with the prompt of that or an earlier turn."""
-    parent = main[turn]
-    start_s = parent.arrival_s + parent.output_tokens * _SECONDS_PER_OUTPUT_TOKEN
-    known = main[int(author.rng.integers(turn + 1))]
-    return Opening(f"{parent.session}-{turn}", start_s, known.texts)
-
-
-def _rag(options: Rag) -> list[TurnPlan]:
+def _rag(options: Rag) -> list[RequestPlan]:
     if options.retrieved > options.documents:
         raise TraceError(
             f"rag: retrieved={options.retrieved} documents of a corpus of {options.documents}; "
@@ -269,7 +147,7 @@ def _rag(options: Rag) -> list[TurnPlan]:
             options.documents, size=options.retrieved, replace=False, p=popularity
         )
         texts = (system, *(corpus[i] for i in found), author.write(questions[number]))
-        plans.append(TurnPlan(arrivals_s[number], texts, answers[number], f"question-{number}"))
+        plans.append(RequestPlan(arrivals_s[number], texts, answers[number], f"question-{number}"))
     return plans
 
 
@@ -282,7 +160,7 @@ class Workload:
 
     name: str
     options: type[Chat | Agent | Rag]
-    plan: Callable[[Any], list[TurnPlan]]
+    plan: Callable[[Any], list[RequestPlan]]
 
     def __call__(self, **options: int | float) -> Trace:
         known = self.known()
@@ -321,7 +199,7 @@ class Workload:
 WORKLOADS: Mapping[str, Workload] = MappingProxyType(
     {
         "chat": Workload("chat", Chat, _chat),
-        "agent": Workload("agent", Agent, _agent),
+        "agent": Workload("agent", Agent, agent_sessions.plan),
         "rag": Workload("rag", Rag, _rag),
     }
 )
@@ -360,6 +238,6 @@ def _written(name: str, options: Mapping[str, int | float]) -> str:
     return f"{name}:{listed}" if listed else name
 
 
-def _requests(plans: Sequence[TurnPlan]) -> Iterator[TraceRequest]:
+def _requests(plans: Sequence[RequestPlan]) -> Iterator[TraceRequest]:
     for plan in plans:
         yield plan.request()

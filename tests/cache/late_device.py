@@ -26,7 +26,7 @@ class LateDevice:
             hand.timeline = self.timeline
         rig.write = self.launch
         rig.settle = self.settle
-        rig.cache.index._leasing._copy_on_device = self._copy_on_device
+        rig.cache.index._commits._copy_on_device = self._copy_on_device
 
     @property
     def behind(self) -> bool:

@@ -114,7 +114,7 @@ def test_only_the_first_of_several_loads_is_handed_over(build, monkeypatch):
     for number in (1, 2, 3):
         rig.remember_on_host(text(number, 2))
     waited: list[Ticket] = []
-    monkeypatch.setattr(Ticket, "handed_over", lambda ticket, timeout_s: waited.append(ticket))
+    monkeypatch.setattr(Ticket, "wait_issued", lambda ticket, timeout_s: waited.append(ticket))
     first, _ = (rig.started(text(number, 3)) for number in (1, 2))
     (transfer,) = first.transfers
     assert waited == [transfer.ticket]

@@ -80,7 +80,7 @@ def test_json_is_all_that_is_printed_and_without_out_no_file_is_written(
         "model", "page_tokens", "trace", "settings", "assumptions", "tiers", "hit_rate",
         "hit_rate_by_tier", "hit_tokens_by_tier", "prefill_tokens_saved", "seconds",
         "moved_bytes", "skipped_copies", "unfit_requests", "misses", "capacity", "placements",
-        "sweep", "handoff", "files",
+        "write_policies", "sweep", "handoff", "files",
     }  # fmt: skip
 
 
@@ -131,6 +131,33 @@ def test_chosen_checkpoints_are_what_the_main_replay_keeps(
     last = next(row for row in found["placements"] if row["checkpoints"] == "last")
     assert found["hit_rate"] == last["hit_rate"]
     assert found["moved_bytes"] == last["moved_bytes"]
+
+
+def test_write_policies_are_compared_where_there_is_storage(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    found = planned(capsys, *SMALL, "--write-policy", "storage_on_second_use")
+    through, selective, second = found["write_policies"]
+    names = [row["write_policy"] for row in (through, selective, second)]
+    assert names == ["write_through", "write_through_selective", "storage_on_second_use"]
+    assert [row["served"] for row in (through, selective, second)] == [True, True, False]
+    assert second["moved_bytes"] == found["moved_bytes"]
+    assert second["stored_bytes"] == found["moved_bytes"]["store"] < through["stored_bytes"]
+    assert second["saved"] == pytest.approx(1 - second["stored_bytes"] / through["stored_bytes"])
+    assert found["settings"]["write policy"] == "storage_on_second_use"
+    assert planned(capsys, *SMALL, "--storage", "0")["write_policies"] == []
+
+
+@pytest.mark.usefixtures("_plots")
+def test_policy_that_writes_least_at_an_equal_hit_rate_is_named(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    roomy = ["--workload", "chat:users=12,turns=4", "--device", "200MB", "--host", "8GB"]
+    out = plan(capsys, *roomy)
+    assert "What write policies write to storage" in out
+    assert re.search(r"\| storage_on_second_use +\| no +\|", out)
+    assert re.search(r"storage_on_second_use writes \d+\.\d% less to storage than", out)
+    assert "kvtide serve does not offer it." in out
 
 
 @pytest.mark.parametrize("model", ["gpt-oss-120b", "qwen3-next-80b", "deepseek-v3.2"])
@@ -244,6 +271,13 @@ def test_sweep_of_a_tier_without_a_size_goes_around_the_footprint(
         (["--device", "1MB"], "use at least .* or 0 to leave the tier out"),
         (["--host", "0"], "or --storage 0"),
         (["--eviction", "random"], "no such policy; use lru, lfu"),
+        (["--write-policy", "write_back"], "no such policy; use write_through, write_through_sel"),
+        (["--write-policy", "storage_on_second_use", "--storage", "0"], "give --storage a size"),
+        (
+            ["--write-policy", "write_through_selective", "--host", "0", "--storage", "0"],
+            "it writes to the host; give --host a size",
+        ),
+        (["--write-policies", "--storage", "0"], "--write-policies: .*give --storage a size"),
         (["--checkpoints", "often"], "use last, branch, cost or every:TOKENS"),
         (["--checkpoints", "every:300"], "use a multiple of 256 tokens"),
         (["--checkpoints", "every:0"], "use a multiple of 256 tokens"),

@@ -45,7 +45,7 @@ class Graphs:
     def launch_drafted(self, step: Any, drafts: Any) -> Any:
         return step
 
-    def launch_behind(self, step: Any, sampled: Any, drafts: Any) -> Any:
+    def launch_verify_ahead(self, step: Any, sampled: Any, drafts: Any) -> Any:
         return step
 
     def read_launched(self, step: Any, chunks: Sequence[ScheduledChunk]) -> Any:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from kvtide.index.evict import eviction_queue as evicting
 from kvtide.index.evict.eviction_queue import in_reach
+from kvtide.index.evict.policies import policy_named
 from kvtide.index.tree.node import Node
 from kvtide.spec import Tier
 from tests.grids import everything
@@ -249,6 +252,21 @@ def test_nodes_that_differ_no_more_become_one() -> None:
     assert index.tree.nodes == 2 and found(index, A * 8) == 8 and index.validate() == []
 
 
+def test_a_node_between_two_alike_joins_both() -> None:
+    """A checkpoint's page goes, and what was before and after it is one run again, in order."""
+    index = build(RECURRENT)
+    text = [page for page in range(8) for _ in range(PAGE)]
+    keep(index, text, checkpoints=[3, 8])
+    table = index.page_table(lease := lease_for(index, [*text, 0]), "kv")
+    index.release(lease)
+    assert index.evict(Tier.DEVICE, "state", 1) == 1
+    joined, last = index.tree.walk()
+    assert (joined.pages, last.pages) == (7, 1)
+    assert joined.tokens + last.tokens == index.prompt(text).body
+    lease = lease_for(index, [*text, 0])
+    assert index.page_table(lease, "kv").tolist() == table.tolist() and index.validate() == []
+
+
 def test_what_is_left_of_a_victim_is_as_old_as_it_was() -> None:
     index = build(FULL)
     keep(index, A * 4)
@@ -284,6 +302,49 @@ def test_a_shared_prefix_goes_after_all_that_hangs_on_it() -> None:
     keep(index, A * 2 + C * 2)
     assert index.evict(Tier.DEVICE, "kv", 4) == 4
     assert found(index, A * 2) == 2 and index.tree.nodes == 1
+
+
+def _in_turns(index, text, turns: int) -> None:
+    """A conversation that keeps a checkpoint at every turn: as many nodes on one path."""
+    for turn in range(1, turns + 1):
+        keep(index, text[: turn * len(text) // turns])
+
+
+def test_what_was_used_together_leaves_in_one_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The nodes of a conversation's turns are no victims one by one: none is queued on the way."""
+    index = build(RECURRENT, device=64)
+    text = [page for page in range(24) for _ in range(PAGE)]
+    _in_turns(index, text, 6)
+    _use(index, text)
+    gone: list[int] = []
+    index.subscribe(lambda event: gone.append(event.first + len(event.slots)))
+    queue = index.tree.cells[0].queue
+    entries = len(queue)
+    assert index.tree.nodes == 12 and index.evict(Tier.DEVICE, "kv", 24) == 24
+    assert len(queue) < entries and index.tree.nodes == 0 and index.validate() == []
+    assert index.free_pages(Tier.DEVICE, "kv") == 64 and len(gone) == 12 + 6
+
+
+def test_a_run_ends_where_another_prompt_needs_it() -> None:
+    index = build(FULL)
+    keep(index, A * 2 + B * 2)
+    keep(index, A * 2 + B * 2 + C)
+    keep(index, A * 3)
+    _use(index, A * 2 + B * 2 + C)
+    _use(index, A * 3)
+    assert index.evict(Tier.DEVICE, "kv", 3) == 3
+    assert found(index, A * 2 + B * 2) == 2 and found(index, A * 3) == 3
+    assert index.evict(Tier.DEVICE, "kv", 3) == 3 and index.tree.nodes == 0
+
+
+def test_a_run_ends_at_what_a_lease_holds() -> None:
+    index = build(FULL)
+    keep(index, A * 2)
+    lease = lease_for(index, [*A * 2, 0])
+    keep(index, A * 2 + B * 2)
+    assert index.clear(Tier.DEVICE) == 2 and found(index, A * 2) == 2
+    index.release(lease)
+    assert index.clear(Tier.DEVICE) == 2 and index.validate() == []
 
 
 def _work_per_victim(memory, prompts: int, monkeypatch: pytest.MonkeyPatch) -> float:
@@ -322,6 +383,57 @@ def test_the_cost_of_a_victim_does_not_grow_with_the_cache(
     small = _work_per_victim(memory, 40, monkeypatch)
     large = _work_per_victim(memory, 4000 if everything() else 1000, monkeypatch)
     assert large <= 1.5 * small + 1
+
+
+def _evictable(last: int) -> Node:
+    node = Node(None, b"", 1, 0, 1)
+    node.resident, node.last = 1, last
+    return node
+
+
+def test_void_entries_are_swept_a_few_per_push(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nodes leave without being victims, as those of requests that go on do: the queue forgets
+    them, and no single push pays for it."""
+    queue = evicting.EvictionQueue(0, None, policy_named("lru"))
+    moved = 0
+    push = evicting.heapq.heappush
+
+    def counted(heap, entry) -> None:
+        nonlocal moved
+        moved += 1
+        push(heap, entry)
+
+    monkeypatch.setattr(evicting.heapq, "heappush", counted)
+    generator = random.Random(0)
+    kept: list[Node] = []
+    for number in range(20_000):
+        node = _evictable(number)
+        before = moved
+        queue.offer(node)
+        assert moved - before <= 1 + evicting.SWEPT_PER_PUSH
+        if number % 10:
+            node.pins[0] = 1
+        else:
+            kept.append(node)
+        if not number % 50:
+            generator.choice(kept).last = number
+        assert len(queue) <= 2 * max(evicting.SWEEP_FROM, 2 * len(kept)) + 1
+    assert moved < 3 * 20_000
+    assert queue.nodes() >= {id(node) for node in kept}
+    victims = iter(queue.pop, None)
+    assert [id(v) for v in victims] == [id(n) for n in sorted(kept, key=lambda node: node.last)]
+
+
+def test_a_node_entered_again_is_a_victim_once() -> None:
+    """A key that fell is entered a second time, and the first entry is void."""
+    queue = evicting.EvictionQueue(0, None, policy_named("mru"))
+    first, second = _evictable(1), _evictable(2)
+    for node in (first, second):
+        queue.offer(node)
+    first.last = 3
+    queue.offer_again(first)
+    assert len(queue) == 3
+    assert [queue.pop(), queue.pop(), queue.pop()] == [first, second, None] and not len(queue)
 
 
 def test_windows_go_with_the_last_copy_of_their_history() -> None:

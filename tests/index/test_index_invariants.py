@@ -112,6 +112,10 @@ def _too_many_promises(index: Index) -> None:
     index.tree.cells[0].slots.promised += 1000
 
 
+def _too_few_available(index: Index) -> None:
+    index.tree.cells[0].slots.available -= 1
+
+
 def _shared_row(index: Index) -> None:
     _lease(index).hot_row = 7
 
@@ -225,6 +229,7 @@ CASES: list[Case] = [
     (checks.promises_are_covered, _promise, "leases hold"),
     (checks.promises_are_covered, _promise_below, "leases hold 0"),
     (checks.promises_are_covered, _too_many_promises, "more slots promised than free"),
+    (checks.promises_are_covered, _too_few_available, "slots free, and"),
     (checks.every_hot_row_has_one_owner, _shared_row, "hot rows [7] have two owners"),
     (checks.every_hot_row_has_one_owner, _lost_row, "hot rows [0] have no owner"),
     (checks.every_hot_row_has_one_owner, _promised_row, "1 hot rows promised"),

@@ -7,7 +7,8 @@ import random
 import pytest
 
 from kvtide.index import Branches, CostBased, Index
-from kvtide.index.placement.learned_placement import ALIGNMENTS, ZONES, kind, kinds
+from kvtide.index.placement import learned_placement
+from kvtide.index.placement.learned_placement import ALIGNMENTS, ZONES, kind, kinds, listed_kinds
 from kvtide.spec import Tier
 from tests.index.memories import PAGE, RECURRENT
 
@@ -29,7 +30,7 @@ def test_known_branches_are_always_taken() -> None:
 def place(placement: CostBased, start: int, end: int) -> list[int]:
     """What a request does: choose, and tell what came of it."""
     chosen = list(placement.checkpoints(start, end, ()))
-    placement.placed(start, end, len(chosen))
+    placement.note_placed(start, end, len(chosen))
     return chosen
 
 
@@ -37,7 +38,7 @@ def test_conversations_that_go_on_from_their_end_keep_one_checkpoint_there() -> 
     placement = CostBased()
     for _ in range(500):
         chosen = place(placement, 20, 97)
-        placement.parted(97, 97)
+        placement.note_branch(97, 97)
     assert chosen == [97]
 
 
@@ -48,7 +49,7 @@ def test_prompts_that_part_at_aligned_places_teach_where_to_keep_checkpoints() -
     for number in range(3000):
         end = draw.randrange(40, 400)
         chosen = place(placement, 0, end)
-        placement.parted(end // 8 * 8, end)
+        placement.note_branch(end // 8 * 8, end)
         hits += number >= 1000 and end // 8 * 8 in chosen
     assert hits / 2000 > 0.9
 
@@ -60,7 +61,7 @@ def test_spending_stays_within_the_budget(budget: float) -> None:
     for _ in range(6000):
         end = draw.randrange(50, 600)
         spent.append(len(place(placement, 0, end)))
-        placement.parted(draw.randrange(1, end), end)
+        placement.note_branch(draw.randrange(1, end), end)
     assert sum(spent[2000:]) / 4000 < 1.1 * budget
 
 
@@ -68,7 +69,7 @@ def test_checkpoints_that_hardly_help_are_not_bought_whatever_the_budget() -> No
     placement = CostBased(per_request=50.0)
     for _ in range(3000):
         chosen = place(placement, 0, 64)
-        placement.parted(64, 64)
+        placement.note_branch(64, 64)
     assert chosen == [64]
 
 
@@ -85,7 +86,29 @@ def test_a_reservation_that_finds_no_room_teaches_nothing() -> None:
 
 def test_kinds_of_many_boundaries_are_those_of_each() -> None:
     for start, end in ((0, 1), (0, 40), (3, 500), (499, 500), (100, 1025)):
-        assert kinds(start, end).tolist() == [kind(b, end) for b in range(start + 1, end + 1)]
+        of_each = [kind(b, end) for b in range(start + 1, end + 1)]
+        assert kinds(start, end).tolist() == listed_kinds(start, end) == of_each
+
+
+def test_lists_and_arrays_choose_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which of the two counts and adds up depends on the length alone: ranks must not differ."""
+
+    def choices(short: int) -> list[object]:
+        monkeypatch.setattr(learned_placement, "SHORT", short)
+        placement, draw = CostBased(), random.Random(4)
+        chosen: list[object] = []
+        for _ in range(400):
+            start = draw.randrange(0, 400)
+            end = start + draw.randrange(1, 200)
+            branches = [draw.randrange(start + 1, end + 1)] if draw.random() < 0.3 else []
+            found = list(placement.checkpoints(start, end, branches))
+            placement.note_placed(start, end, len(found))
+            placement.note_branch(draw.randrange(1, end + 1), end)
+            chosen += [found, placement._price]
+        return [*chosen, placement._rates.tolist()]
+
+    some = learned_placement.SHORT // 2
+    assert choices(0) == choices(some) == choices(1000)
 
 
 def test_kinds_say_how_far_the_nearer_end_is_and_how_aligned_a_boundary_is() -> None:
@@ -107,7 +130,7 @@ def test_only_the_first_prompt_to_part_somewhere_teaches_anything() -> None:
         assert index.reserve(lease, 30 * PAGE)
         index.commit(lease, 30 * PAGE)
         index.release(lease)
-    assert placement._parted.sum() == 1.0
+    assert placement._branched.sum() == 1.0
 
 
 def test_learned_placement_finds_more_than_branches_when_ends_are_not_shared() -> None:

@@ -2,40 +2,29 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from itertools import pairwise
 
 import numpy as np
 import pytest
 
-from kvtide.planner.traces import Trace, TraceError, TraceRequest, footprint_tokens
+from kvtide.planner.traces import TraceError, footprint_tokens
 from kvtide.planner.workloads import WORKLOADS, make, parse
+from tests.planner.sessions import by_session, shared_tokens
 
-SMALL = ["chat:users=5,turns=3", "agent:sessions=4,turns=5,branch_percent=50", "rag:requests=20"]
-
-
-def shared_tokens(a: TraceRequest, b: TraceRequest) -> int:
-    """How many leading tokens two prompts have in common."""
-    length = min(len(a.prompt), len(b.prompt))
-    differs = np.flatnonzero(a.prompt[:length] != b.prompt[:length])
-    return int(differs[0]) if len(differs) else length
-
-
-def by_session(trace: Trace) -> dict[str, list[TraceRequest]]:
-    sessions: dict[str, list[TraceRequest]] = defaultdict(list)
-    for request in trace:
-        sessions[str(request.session)].append(request)
-    return sessions
-
+AGENT = "agent:sessions=4,requests=12,context=20000,sub_agent_percent=10"
+SMALL = ["chat:users=5,turns=3", AGENT, "rag:requests=20"]
 
 # -- what holds for all ---------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", WORKLOADS)
-def test_defaults_replay_in_seconds(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "requests", "prompt_tokens"),
+    [("chat", 1500, 8e6), ("agent", 3500, 440e6), ("rag", 1200, 12e6)],
+)
+def test_defaults_replay_in_seconds(name: str, requests: int, prompt_tokens: float) -> None:
     trace = make(name)
-    assert 500 <= trace.requests <= 2000
-    assert 5e6 <= trace.prompt_tokens <= 20e6
+    assert trace.requests == pytest.approx(requests, rel=0.02)
+    assert trace.prompt_tokens == pytest.approx(prompt_tokens, rel=0.2)
     assert 0 < footprint_tokens(trace, 64) < trace.prompt_tokens
 
 
@@ -93,30 +82,6 @@ def test_chat_users_share_the_system_prompt_and_nothing_else() -> None:
     assert {shared_tokens(first[0], other) for other in first[1:]} == {700}
 
 
-def test_agents_share_instructions_and_those_on_one_repository_share_more() -> None:
-    trace = make(
-        "agent", sessions=12, turns=1, repositories=3, system=600, repository=900, branch_percent=0
-    )
-    requests = list(trace)
-    shared = {shared_tokens(a, b) for a in requests for b in requests if a is not b}
-    assert shared == {600, 1500}
-
-
-def test_sub_agent_starts_from_what_an_earlier_turn_of_its_parent_had_seen() -> None:
-    trace = make("agent", sessions=3, turns=8, branch_percent=40, branch_turns=2)
-    sessions = by_session(trace)
-    branches = {name: turns for name, turns in sessions.items() if name.count("-") == 2}
-    inherited = []
-    for name, turns in branches.items():
-        agent, _, turn = name.rpartition("-")
-        known = sessions[agent][: int(turn) + 1]
-        lengths = [len(request.prompt) for request in known]
-        inherited.append(lengths.index(shared_tokens(sessions[agent][-1], turns[0])))
-        assert len(turns) == 2
-        assert turns[0].arrival_s > known[-1].arrival_s
-    assert len(set(inherited)) > 2
-
-
 def test_rag_prompts_put_shared_documents_in_varied_order_before_a_new_question() -> None:
     options = {"requests": 60, "documents": 4, "retrieved": 3, "system": 512, "document": 200}
     requests = list(make("rag", **options))
@@ -167,7 +132,7 @@ def test_parse_is_make() -> None:
         ("chat:users=2000000", "chat: users must be from 1 to 1,048,576, got 2000000"),
         ("chat:think_s=nan", "chat: think_s must be from 0.0 to 1,048,576, got nan"),
         ("chat:users_per_minute=0", "chat: users_per_minute must be from 0.001"),
-        ("agent:branch_percent=101", "agent: branch_percent must be from 0.0 to 100, got 101"),
+        ("agent:edit_percent=101", "agent: edit_percent must be from 0.0 to 100, got 101"),
         ("rag:zipf=1000", "rag: zipf must be from 0.0 to 10, got 1000"),
         ("rag:documents=3,retrieved=4", "a corpus of 3; use retrieved=3 or less"),
     ],
@@ -191,4 +156,6 @@ def test_every_option_says_what_it_is(name: str) -> None:
 def test_extreme_options_still_make_a_trace() -> None:
     assert parse("rag:requests=3,documents=1,retrieved=1,system=0,zipf=10").requests == 3
     assert parse("chat:users=1,turns=1,system=0,question=1,think_s=0").requests == 1
-    assert parse("agent:sessions=1,turns=1,branch_percent=100,branch_turns=1").requests == 2
+    tiny = "agent:sessions=3,requests=9,system=1,start=1,extension=1,context=64,gap_s=0"
+    for often in ("sub_agent_percent=100", "edit_percent=100", "extension=100000"):
+        assert parse(f"{tiny},{often}").longest_tokens <= 1 + 64 * 3

@@ -140,7 +140,7 @@ class RoundDrafter(ModelDrafter):
         with self._timed("extend"):
             super().extend(chunks, output, wishes)
 
-    def draft_behind(self, step: UnreadStep, wishes: Sequence[DraftWish]) -> UnreadDrafts | None:
+    def draft_ahead(self, step: UnreadStep, wishes: Sequence[DraftWish]) -> UnreadDrafts | None:
         self.gaps.end()
         if self.chance:
             agreed = [len(_agreed(chunk.drafts)) for chunk in step.chunks]
@@ -148,7 +148,7 @@ class RoundDrafter(ModelDrafter):
             step.sampled.accepted.copy_(counts, non_blocking=True)
         if self.seconds is not None:
             return None  # Only `extend` and `propose` are timed.
-        drafts = super().draft_behind(step, wishes)
+        drafts = super().draft_ahead(step, wishes)
         self.gaps.begin()
         return drafts
 

@@ -13,7 +13,7 @@ from kvtide.cli.console import CommandError, progress, table
 from kvtide.planner import traces, workloads
 from kvtide.planner.study import BRANCH, COST, LAST, Checkpoints, every
 
-_WORKLOAD = "agent:sessions=12,turns=6"
+_WORKLOAD = "agent:sessions=8,requests=8,system=4000,start=8000,extension=300,context=20000"
 _WAYS = (COST, LAST, BRANCH, every(32, PAGE))
 
 

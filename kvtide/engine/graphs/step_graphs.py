@@ -158,7 +158,7 @@ class StepGraph:
         tokens.copy_(torch.where(tokens < 0, found, tokens))
         return self._replay(no_wait)
 
-    def launch_behind(self, last: Tensor, accepted: Tensor, drafts: Tensor) -> Tensor:
+    def launch_verify_ahead(self, last: Tensor, accepted: Tensor, drafts: Tensor) -> Tensor:
         """Replay what is prepared, with every sequence moved by its `accepted` tokens: `last` ones
         are its first. Tokens below 0 are `unread_draft`s. All are on the device."""
         inputs, count = self._inputs, len(last)

@@ -161,7 +161,7 @@ class DraftGraph:
         self._write(rows, np.array([len(row.inputs.tokens) for row in rows], np.int32))
         return self._replay(captured, len(rows))
 
-    def launch_behind(
+    def launch_ahead(
         self, rows: Sequence[DraftGraphRow], captured: Tensor, sampled: Tensor, accepted: Tensor
     ) -> Tensor:
         """The same before the host knows what a verify step `sampled`: tokens of the rows are

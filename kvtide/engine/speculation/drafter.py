@@ -56,7 +56,7 @@ class Drafter(Protocol):
     writes    the sidecar pools that `extend` writes
     model     the draft model, where there is one on this rank
 
-    can_draft_behind  `draft_behind` may give something
+    can_draft_ahead  `draft_ahead` may give something
     """
 
     cost: float
@@ -65,7 +65,7 @@ class Drafter(Protocol):
     model: DraftModel | None
 
     @property
-    def can_draft_behind(self) -> bool: ...
+    def can_draft_ahead(self) -> bool: ...
 
     def use_graphs(self, capture: GraphCapture, limits: DraftLimits) -> None:
         """Steps run as CUDA graphs: so may passes of the draft."""
@@ -91,11 +91,11 @@ class Drafter(Protocol):
         """Extend over the last token of such prompts, with a row of what was captured for each.
         `propose` with the same wishes follows."""
 
-    def draft_behind(self, step: UnreadStep, wishes: Sequence[DraftWish]) -> UnreadDrafts | None:
+    def draft_ahead(self, step: UnreadStep, wishes: Sequence[DraftWish]) -> UnreadDrafts | None:
         """Draft behind a verify step before the host knows what was accepted; None where that is
         not possible. `extend` follows without wishes, `propose` with the same."""
 
-    def undo_behind(self, request: Request) -> None:
+    def undo_ahead(self, request: Request) -> None:
         """The device drafted behind another token than was sampled: `extend` writes this one's
         state again."""
 
@@ -115,7 +115,7 @@ class TokenDrafter:
     writes: tuple[str, ...] = ()
     model: DraftModel | None = None
     unread: UnreadDrafts | None = None
-    can_draft_behind: bool = False
+    can_draft_ahead: bool = False
 
     def use_graphs(self, capture: GraphCapture, limits: DraftLimits) -> None:
         """There are no passes."""
@@ -138,9 +138,9 @@ class TokenDrafter:
     def extend_resumed(self, wishes: Sequence[DraftWish], captured: Sequence[Tensor]) -> None:
         """The requests have their tokens."""
 
-    def draft_behind(self, step: UnreadStep, wishes: Sequence[DraftWish]) -> UnreadDrafts | None:
+    def draft_ahead(self, step: UnreadStep, wishes: Sequence[DraftWish]) -> UnreadDrafts | None:
         """Drafts depend on tokens that the host knows."""
         return None
 
-    def undo_behind(self, request: Request) -> None:
+    def undo_ahead(self, request: Request) -> None:
         """Nothing is drafted behind unread tokens."""

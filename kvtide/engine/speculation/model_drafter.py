@@ -127,7 +127,7 @@ class ModelDrafter:
         self._tables: WeakKeyDictionary[Lease, _DraftTable] = WeakKeyDictionary()
         self._graphs: DraftGraphs | None = None
         self._launched: _Launched | None = None
-        self._behind: set[Request] = set()
+        self._drafted_ahead: set[Request] = set()
         self.captures, self.writes = captures, cache.memory.draft_sidecars
 
     def use_graphs(self, capture: GraphCapture, limits: DraftLimits) -> None:
@@ -147,12 +147,12 @@ class ModelDrafter:
         """Extend the draft over those tokens of a step whose next token is known."""
         if self.model is None:
             return
-        behind, self._behind, rows = self._behind, set(), {}
-        if not behind:
+        ahead, self._drafted_ahead, rows = self._drafted_ahead, set(), {}
+        if not ahead:
             self._launched = None
         for number, chunk in enumerate(chunks):
             request = chunk.request
-            if request in behind:
+            if request in ahead:
                 self._extended[request.held] = _Extended(request.length - 1, None)
             elif request.params.speculate:
                 row = self._row(request, *output.span(number))
@@ -160,7 +160,7 @@ class ModelDrafter:
                     rows[request] = row
         if not rows:
             return
-        if self._graphs is not None and not behind:
+        if self._graphs is not None and not ahead:
             self._launched = self._launch(self.model, self._graphs, rows, output.captured, wishes)
             return
         self._extend(self.model, list(rows.values()), output.captured)
@@ -240,10 +240,10 @@ class ModelDrafter:
         return _Launched(drafts, self._staging.read_back([tokens]))
 
     @property
-    def can_draft_behind(self) -> bool:
+    def can_draft_ahead(self) -> bool:
         return self._graphs is not None
 
-    def draft_behind(self, step: UnreadStep, wishes: Sequence[DraftWish]) -> UnreadDrafts | None:
+    def draft_ahead(self, step: UnreadStep, wishes: Sequence[DraftWish]) -> UnreadDrafts | None:
         """Extend over all rows of the verify step: those behind the accepted ones are overwritten
         by the next extension. Drafts follow the last accepted token."""
         graphs, limits, rows = self._graphs, dict(wishes), list[DraftGraphRow]()
@@ -265,14 +265,14 @@ class ModelDrafter:
             drafting.append(request)
         graph = graphs.fitting(rows, drafting=True)
         _, accepted = step.sampled.of(drafting, self._staging)
-        tokens = graph.launch_behind(rows, step.output.captured, step.sampled.tokens, accepted)
+        tokens = graph.launch_ahead(rows, step.output.captured, step.sampled.tokens, accepted)
         drafts = UnreadDrafts(tokens, {request: n for n, request in enumerate(drafting)})
         self._launched = _Launched(drafts, self._staging.read_back([tokens]))
-        self._behind = set(drafting)
+        self._drafted_ahead = set(drafting)
         return drafts
 
-    def undo_behind(self, request: Request) -> None:
-        self._behind.discard(request)
+    def undo_ahead(self, request: Request) -> None:
+        self._drafted_ahead.discard(request)
 
     def _graph_row(self, row: DraftRow) -> GraphRow:
         version, table, past = self._table(row)

@@ -4,7 +4,7 @@ before           keeps the states that a step's drafts change
 unread           what the device accepts by itself, behind a step that the host has yet to read
 commit_verified  ends a request's computed tokens where acceptance ended (`draft_acceptance`), and
                  puts states back
-extend, propose  draft for the next step; `draft_behind` does before the host has read this one
+extend, propose  draft for the next step; `draft_ahead` does before the host has read this one
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class Speculation:
         self._staging = Staging(cache.config.torch_device)
         self._wishes: list[DraftWish] = []
         self._leases: dict[Request, Lease] = {}
-        self._behind = False
+        self._drafted_ahead = False
         self._hidden = hidden
         self._captured: WeakKeyDictionary[Request, Callable[[], list[Tensor]]] = WeakKeyDictionary()
         self._resumed: dict[Request, _Resumed] = {}
@@ -157,8 +157,8 @@ class Speculation:
         begins to draft for requests that decode next, unless it drafts behind them already."""
         self._keep_captured(chunks, output)
         self._draft_length.ran(_rows_of(chunks, output), self._scheduler.running)
-        if self._behind:
-            self._behind = False
+        if self._drafted_ahead:
+            self._drafted_ahead = False
             worth = {request for request in decoding if self._worth_drafts(request)}
             self._wishes = [wish for wish in self._wishes if wish.request in worth]
             self._drafter.extend(chunks, output, ())
@@ -223,13 +223,13 @@ class Speculation:
             self.propose()
 
     @property
-    def can_draft_behind(self) -> bool:
-        return self._drafter.can_draft_behind
+    def can_draft_ahead(self) -> bool:
+        return self._drafter.can_draft_ahead
 
     @property
-    def drafts_behind(self) -> bool:
+    def drafted_ahead(self) -> bool:
         """Drafts are on their way behind tokens that the host has yet to read."""
-        return self._behind
+        return self._drafted_ahead
 
     def unread(
         self, chunks: Sequence[ScheduledChunk], output: StepOutput, tokens: Tensor
@@ -239,17 +239,17 @@ class Speculation:
         accepted = accepted_on_device(chunks, tokens, longest, self._staging)
         return UnreadStep(chunks, output, accepted)
 
-    def draft_behind(
+    def draft_ahead(
         self, step: UnreadStep, planned: PlannedStep
     ) -> tuple[PlannedStep, Tensor] | None:
         """Draft for the step planned behind an unread one. The planned step with its unread drafts,
         and the drafts; None where the host has to read first."""
         wishes = [DraftWish(each.request, len(each.drafts)) for each in planned.chunks]
         wishes = [wish for wish in wishes if wish.limit]
-        drafts = self._drafter.draft_behind(step, wishes)
+        drafts = self._drafter.draft_ahead(step, wishes)
         if drafts is None:
             return None
-        self._behind, self._wishes = True, wishes
+        self._drafted_ahead, self._wishes = True, wishes
         self._leases = {wish.request: wish.request.held for wish in wishes}
         behind = [
             chunk._replace(drafts=_unread_drafts(drafts, chunk.request, len(chunk.drafts)))
@@ -257,18 +257,18 @@ class Speculation:
         ]
         return replace(planned, chunks=behind), drafts.tokens
 
-    def undo_behind(self, request: Request) -> None:
+    def undo_ahead(self, request: Request) -> None:
         """The device has another token than was sampled: its drafts are void."""
-        if not self._behind:
+        if not self._drafted_ahead:
             return
         self._wishes = [wish for wish in self._wishes if wish.request is not request]
-        self._drafter.undo_behind(request)
+        self._drafter.undo_ahead(request)
 
     def wanted(self, request: Request) -> int:
         """Drafts that a request should have."""
         return self._draft_length.of(request) if request.params.speculate else 0
 
-    def wanted_behind(self, request: Request) -> int:
+    def wanted_ahead(self, request: Request) -> int:
         """The same before the outcome of its present drafts is known: a trial is not repeated."""
         return self._draft_length.paying(request) if request.params.speculate else 0
 

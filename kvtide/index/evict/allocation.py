@@ -24,6 +24,16 @@ class Allocator:
         """Promise slots in several cells, in all or in none; evicts only if it seems to help."""
         cells = self._tree.cells
         self.missing = self._lacking(needs)
+        if self.missing and not self._make_room(needs):
+            return False
+        for cell, count in needs.items():
+            promised = cells[cell].slots.reserve(count)
+            assert promised, "slots were freed, yet there are too few"
+        return True
+
+    def _make_room(self, needs: Mapping[int, int]) -> bool:
+        """Evict what `missing` says; False where that is too much, or does not succeed."""
+        cells = self._tree.cells
         if any(needs[cell] > self.max_slots(cell) for cell in self.missing):
             return False
         for cell in self.missing:
@@ -34,9 +44,6 @@ class Allocator:
             if missing > 0 and evict(cell, wanted) < missing:
                 self.missing = self._lacking(needs)
                 return False
-        for cell, count in needs.items():
-            promised = cells[cell].slots.reserve(count)
-            assert promised, "slots were freed, yet there are too few"
         return True
 
     def max_slots(self, cell: int) -> int:
@@ -46,11 +53,12 @@ class Allocator:
 
     def _lacking(self, needs: Mapping[int, int]) -> dict[int, int]:
         cells = self._tree.cells
-        return {
-            cell: count - cells[cell].slots.available
-            for cell, count in needs.items()
-            if count > cells[cell].slots.available
-        }
+        lacking: dict[int, int] = {}
+        for cell, count in needs.items():
+            available = cells[cell].slots.available
+            if count > available:
+                lacking[cell] = count - available
+        return lacking
 
     def evict(self, cell: int, pages: int) -> int:
         """Drop at least `pages` pages from a cell if so many are evictable; returns the count."""
@@ -81,13 +89,15 @@ class Allocator:
                 break
             used, parent = (node.last, node.hits), node.parent
             count = self.pages_to_take(node, cell, pages - dropped)
-            dropped += count
-            if count == node.pages:
-                tree.drop(node, cell)
-            elif self._alone(node, cell):
-                tree.truncate(node, node.pages - count, cell)
+            if count < node.pages:
+                self._shorten(node, count, cell)
+            elif tree.cells[cell].reach is None:
+                run = self._used_together(node, cell, pages - dropped, spares)
+                count, parent = sum([each.pages for each in run]), run[-1].parent
+                tree.drop_run(run, cell)
             else:
-                tree.drop(self.tail(node, count), cell)
+                tree.drop(node, cell)
+            dropped += count
             if dropped >= pages:
                 break
             if parent is None or (parent.last, parent.hits) != used or not queue.evictable(parent):
@@ -95,6 +105,35 @@ class Allocator:
             node = parent
         tree.cells[cell].evicted_pages += dropped
         return dropped
+
+    def _used_together(
+        self, victim: Node, cell: int, pages: int, spares: Callable[[Node, int], bool]
+    ) -> list[Node]:
+        """A history's victim, which goes whole, and the nodes above it that go with it.
+
+        They were last used with it and have no other child, until `pages` are found.
+        """
+        run = [victim]
+        left = pages - victim.pages
+        above = victim.parent
+        while left > 0 and above is not None and above.kids[cell] == 1:
+            if above.last != victim.last or above.hits != victim.hits or above.pins[cell]:
+                break
+            if not above.resident >> cell & 1 or spares(above, cell):
+                break
+            if self.pages_to_take(above, cell, left) < above.pages:
+                break
+            run.append(above)
+            left -= above.pages
+            above = above.parent
+        return run
+
+    def _shorten(self, node: Node, pages: int, cell: int) -> None:
+        """Drop so many pages off the node's end."""
+        if self._alone(node, cell):
+            self._tree.truncate(node, node.pages - pages, cell)
+        else:
+            self._tree.drop(self.tail(node, pages), cell)
 
     def would_be_lost(self, node: Node, cell: int) -> bool:
         """Whether the cell has the only copy of pages that a resume may need."""

@@ -4,8 +4,12 @@ A queue is a heap of (key, entry number, node). A node enters when it becomes ev
 unpinned and, in a pool that keeps the whole history, without a child in the same cell (a prefix
 must not lose its middle). Its key is not updated when the node is used again; an entry that comes
 to the top with an outdated key is put back under the present one. A key that may have *fallen* is
-entered a second time (`offer_again`): a lazy update would keep the better victim from the top. No
-operation looks at more nodes than it moves, so a victim costs O(log n).
+entered a second time (`offer_again`): a lazy update would keep the better victim from the top.
+`Node.queued` has the number of the entry that counts; others are void. No operation looks at more
+nodes than it moves, so a victim costs O(log n).
+
+Void entries and those of nodes that left are swept a few per push: once the heap has grown to twice
+what it kept last time, a second heap is begun, and entries move there from the end of the first.
 
 Pools with a finite reach (windows, states) sort by two classes first. Pages out of every reach go
 before all others: no leaf and no branch point needs them. Their children do not matter.
@@ -20,7 +24,13 @@ from typing import Any
 from kvtide.index.evict.policies import Policy
 from kvtide.index.tree.node import Node
 
+SWEEP_FROM = 1024
+"""Entries below which a heap is not worth sweeping."""
+SWEPT_PER_PUSH = 4
+"""Entries that one push moves: the old heap is gone long before the new one has doubled."""
+
 Key = Any
+Entry = tuple[Key, int, Node]
 
 
 class EvictionQueue:
@@ -29,12 +39,13 @@ class EvictionQueue:
     __slots__ = (
         "_bit",
         "_cell",
-        "_compact_at",
         "_entries",
         "_heap",
         "_key",
         "_reach",
         "_rises",
+        "_sweep_at",
+        "_swept",
     )
 
     def __init__(self, cell: int, reach: int | None, policy: Policy) -> None:
@@ -43,13 +54,19 @@ class EvictionQueue:
         self._reach = reach
         self._rises = policy.rises
         self._key = policy.key if reach is None else _reach_first(policy.key, reach)
-        self._heap: list[tuple[Key, int, Node]] = []
+        self._heap: list[Entry] = []
+        self._swept: list[Entry] = []  # The old heap, while entries move from it.
+        self._sweep_at = SWEEP_FROM
         self._entries = 0
-        self._compact_at = 1024
 
     def nodes(self) -> set[int]:
         """The identities of the nodes that stand in the queue, for checks."""
-        return {id(node) for _, _, node in self._heap}
+        cell, entries = self._cell, (*self._heap, *self._swept)
+        return {id(node) for _, number, node in entries if node.queued[cell] == number}
+
+    def __len__(self) -> int:
+        """How many entries there are, void ones included."""
+        return len(self._heap) + len(self._swept)
 
     def evictable(self, node: Node) -> bool:
         cell = self._cell
@@ -59,8 +76,8 @@ class EvictionQueue:
 
     def offer(self, node: Node) -> None:
         """Enter the node if it is evictable and not entered yet."""
-        cell, bit = self._cell, self._bit
-        if node.pins[cell] or not node.resident & bit or (node.queued & bit and self._rises):
+        cell = self._cell
+        if node.pins[cell] or not node.resident & self._bit or (node.queued[cell] and self._rises):
             return
         if self._reach is not None or not node.kids[cell]:
             self._push(node)
@@ -72,41 +89,52 @@ class EvictionQueue:
 
     def pop(self) -> Node | None:
         """The node that should lose its pages next; None when nothing is evictable."""
-        heap = self._heap
-        while heap:
+        cell = self._cell
+        while heap := self._first():
             key, number, node = heap[0]
-            present = self._key(node) if self.evictable(node) else None
-            if present is not None and present != key:
-                heapq.heapreplace(heap, (present, number, node))
-                continue
-            heapq.heappop(heap)
-            node.queued &= ~self._bit
-            if present is not None:
+            if node.queued[cell] == number and self.evictable(node):
+                present = self._key(node)
+                if present != key:
+                    heapq.heapreplace(heap, (present, number, node))
+                    continue
+                heapq.heappop(heap)
+                node.queued[cell] = 0
                 return node
+            self._discard(heapq.heappop(heap))
         return None
 
-    def _push(self, node: Node) -> None:
-        if len(self._heap) >= self._compact_at:
-            self._compact()
-        node.queued |= self._bit
-        self._entries += 1
-        heapq.heappush(self._heap, (self._key(node), self._entries, node))
+    def _first(self) -> list[Entry]:
+        """The heap with the smallest entry; empty when both are."""
+        heap, swept = self._heap, self._swept
+        return swept if swept and (not heap or swept[0] < heap[0]) else heap
 
-    def _compact(self) -> None:
-        """Drop second entries and entries of nodes that left; each waits for as many pushes."""
-        nodes = {id(node): (number, node) for _, number, node in sorted(self._heap, key=_number)}
-        kept = [
-            (self._key(node), number, node)
-            for number, node in nodes.values()
-            if self.evictable(node)
-        ]
-        for _, _, node in self._heap:
-            node.queued &= ~self._bit
-        for _, _, node in kept:
-            node.queued |= self._bit
-        heapq.heapify(kept)
-        self._heap = kept
-        self._compact_at = max(1024, 2 * len(kept))
+    def _push(self, node: Node) -> None:
+        self._entries += 1
+        node.queued[self._cell] = self._entries
+        heapq.heappush(self._heap, (self._key(node), self._entries, node))
+        if self._swept:
+            self._sweep()
+        elif len(self._heap) >= self._sweep_at:
+            self._heap, self._swept = [], self._heap
+
+    def _sweep(self) -> None:
+        """Move a few entries that count to the new heap. A heap's end can go: it stays a heap."""
+        cell = self._cell
+        for _ in range(min(SWEPT_PER_PUSH, len(self._swept))):
+            entry = self._swept.pop()
+            _, number, node = entry
+            if node.queued[cell] == number and self.evictable(node):
+                heapq.heappush(self._heap, entry)
+            else:
+                self._discard(entry)
+        if not self._swept:
+            self._sweep_at = max(SWEEP_FROM, 2 * len(self._heap))
+
+    def _discard(self, entry: Entry) -> None:
+        """The entry is gone; if it was the one that counted, the node is in the queue no more."""
+        _, number, node = entry
+        if node.queued[self._cell] == number:
+            node.queued[self._cell] = 0
 
 
 def _reach_first(key: Callable[[Node], Key], reach: int) -> Callable[[Node], Key]:
@@ -114,19 +142,15 @@ def _reach_first(key: Callable[[Node], Key], reach: int) -> Callable[[Node], Key
     return lambda node: (in_reach(node, reach), key(node))
 
 
-def _number(entry: tuple[Key, int, Node]) -> int:
-    return entry[1]
-
-
 def in_reach(node: Node, reach: int) -> bool:
     """Whether the reach of a leaf's end or of a branch point covers the node's last page.
 
     Walks down single children, each at least a page long: fewer than `reach` steps.
     """
-    limit = node.end + reach
+    limit = node.depth + node.pages + reach
     below = node
     while len(below.children) == 1:
         (below,) = below.children.values()
-        if below.end >= limit:
+        if below.depth + below.pages >= limit:
             return False
     return True

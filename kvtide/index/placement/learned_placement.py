@@ -23,6 +23,7 @@ import math
 from collections.abc import Iterable, Sequence
 from functools import cache, lru_cache
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -36,7 +37,7 @@ ZONES = 16
 _ASSUMED_REQUESTS = 50.0
 """How many requests the assumption about a zone counts for."""
 
-_ASSUMED_PARTINGS = 0.1
+_ASSUMED_BRANCHES = 0.1
 _ASSUMED_AT_END = 1.0
 """Prompts that are assumed to diverge in each zone of a request, and to resume at its end."""
 
@@ -50,6 +51,10 @@ _FORGET_AFTER = 4096
 _FIT_DIVISOR = 8
 _FIT_AFTER = 256
 
+SHORT = 128
+"""Up to so many pages, lists are faster than arrays, each of whose operations costs a microsecond.
+Both give the same numbers: they add up in the same order."""
+
 Floats = npt.NDArray[np.float64]
 Kinds = npt.NDArray[np.intp]
 
@@ -62,23 +67,30 @@ class CostBased(Placement):
         self._price = _FIRST_PRICE
         self._requests = 0
         self._next_fit = 0
-        self._parted: Floats = np.zeros((2 * ZONES, ALIGNMENTS))
+        self._branched: Floats = np.zeros((2 * ZONES, ALIGNMENTS))
         self._seen: Floats = np.zeros((2 * ZONES, ALIGNMENTS))
+        self._seen_since_fit = [0] * (2 * ZONES * ALIGNMENTS)
         self._rates: Floats = np.zeros(2 * ZONES * ALIGNMENTS)
+        self._rate_list: list[float] = []
         self._fit()
 
-    def parted(self, at: int, stop: int) -> None:
+    def note_branch(self, at: int, stop: int) -> None:
         if at:
-            self._parted[divmod(kind(at, max(at, stop)), ALIGNMENTS)] += 1.0
+            self._branched[divmod(kind(at, max(at, stop)), ALIGNMENTS)] += 1.0
 
     def checkpoints(self, start: int, end: int, branches: Sequence[int]) -> Iterable[int]:
         taken = [stop for stop in branches if start < stop <= end]
         return taken + self._choose(start, end, taken)
 
-    def placed(self, start: int, end: int, count: int) -> None:
+    def note_placed(self, start: int, end: int, count: int) -> None:
         self._requests += 1
-        seen = np.bincount(kinds(start, end), minlength=self._rates.size)
-        self._seen += seen.reshape(self._seen.shape)
+        if end - start <= SHORT:
+            seen_since_fit = self._seen_since_fit
+            for number in listed_kinds(start, end):
+                seen_since_fit[number] += 1
+        else:
+            seen = np.bincount(kinds(start, end), minlength=self._rates.size)
+            self._seen += seen.reshape(self._seen.shape)
         if self._requests >= self._next_fit:
             self._fit()
         change = math.exp(_PRICE_STEP * (count - self._per_request))
@@ -88,19 +100,22 @@ class CostBased(Placement):
 
     def _fit(self) -> None:
         """Turn counts into rates; often at first, then ever more rarely."""
+        self._seen += np.reshape(self._seen_since_fit, self._seen.shape)
+        self._seen_since_fit = [0] * self._rates.size
         self._next_fit = self._requests + min(self._requests // _FIT_DIVISOR + 1, _FIT_AFTER)
         if self._requests // _FORGET_AFTER < self._next_fit // _FORGET_AFTER:
-            self._parted /= 2
+            self._branched /= 2
             self._seen /= 2
         rates = np.empty_like(self._seen)
-        parted, seen = _at_least_as_aligned(self._parted), _at_least_as_aligned(self._seen)
-        rate = (parted[:, 0] + _PARTED_BEFORE) / (seen[:, 0] + _SEEN_BEFORE)
+        branched, seen = _at_least_as_aligned(self._branched), _at_least_as_aligned(self._seen)
+        rate = (branched[:, 0] + _BRANCHED_BEFORE) / (seen[:, 0] + _SEEN_BEFORE)
         for alignment in range(ALIGNMENTS):
             if alignment:
-                rate = _blended(parted[:, alignment], seen[:, alignment], rate)
-            own = self._parted[:, alignment], self._seen[:, alignment]
+                rate = _blended(branched[:, alignment], seen[:, alignment], rate)
+            own = self._branched[:, alignment], self._seen[:, alignment]
             rates[:, alignment] = _blended(*own, rate)
         self._rates = rates.reshape(-1)
+        self._rate_list = self._rates.tolist()
 
     # -- placement --------------------------------------------------------------------------
 
@@ -109,23 +124,52 @@ class CostBased(Placement):
 
         What one saves depends only on its neighbours, so each gap between two is seen to alone.
         """
-        expected = self._rates[kinds(start, end)]
-        beyond = np.zeros(end - start + 1)
-        beyond[:-1] = expected[::-1].cumsum()[::-1]
+        short = end - start <= SHORT
+        beyond = self._listed_beyond(start, end) if short else self._beyond(start, end)
+        best = _best_listed if short else _best
         chosen: list[int] = []
         gaps = list(pairwise([start, *sorted(set(taken)), end + 1]))
         while gaps:
             low, high = gaps.pop()
             first, last = low - start, high - start - 1
             if (beyond[first] - beyond[last]) * (last - first) <= self._price:
-                continue  # Not even if all prompts parted at the very end.
-            saved = (beyond[first:last] - beyond[last]) * np.arange(1, last - first + 1)
-            best = int(saved.argmax())
-            if saved[best] > self._price:
-                stop = low + 1 + best
+                continue  # Not even if all prompts diverged at the very end.
+            place, saved = best(beyond, first, last)
+            if saved > self._price:
+                stop = low + 1 + place
                 chosen.append(stop)
                 gaps += [(low, stop), (stop, high)]
         return chosen
+
+    def _beyond(self, start: int, end: int) -> Floats:
+        """For every page in [start, end]: how many prompts are expected to diverge after it."""
+        expected = self._rates[kinds(start, end)]
+        beyond = np.zeros(end - start + 1)
+        beyond[:-1] = expected[::-1].cumsum()[::-1]
+        return beyond
+
+    def _listed_beyond(self, start: int, end: int) -> list[float]:
+        rates, total = self._rate_list, 0.0
+        beyond = [total]
+        for number in reversed(listed_kinds(start, end)):
+            total += rates[number]
+            beyond.append(total)
+        beyond.reverse()
+        return beyond
+
+
+def _best(beyond: Any, first: int, last: int) -> tuple[int, float]:
+    """Which boundary between these saves most pages, counted from `first`, and how many."""
+    saved = (beyond[first:last] - beyond[last]) * np.arange(1, last - first + 1)
+    place = int(saved.argmax())
+    return place, saved[place]
+
+
+def _best_listed(beyond: Any, first: int, last: int) -> tuple[int, float]:
+    rest = beyond[last]
+    saved = [(more - rest) * pages for pages, more in enumerate(beyond[first:last], 1)]
+    most = max(saved)
+    return saved.index(most), most
 
 
 @lru_cache(maxsize=4)
@@ -139,6 +183,18 @@ def kinds(start: int, end: int) -> Kinds:
     from_start = octaves[start + 1 : end + 1]
     zones = np.where(from_end <= from_start, from_end, from_start + ZONES)
     return zones * ALIGNMENTS + alignments[start + 1 : end + 1]
+
+
+@lru_cache(maxsize=4)
+def listed_kinds(start: int, end: int) -> list[int]:
+    """The same as a list."""
+    octaves, alignments = _listed_tables(end.bit_length())
+    found = []
+    for boundary in range(start + 1, end + 1):
+        from_end, from_start = octaves[end - boundary], octaves[boundary]
+        zone = from_end if from_end <= from_start else from_start + ZONES
+        found.append(zone * ALIGNMENTS + alignments[boundary])
+    return found
 
 
 def kind(boundary: int, end: int) -> int:
@@ -158,11 +214,16 @@ def _alignment(boundary: int) -> int:
 
 
 @cache
-def _tables(bits: int) -> tuple[Kinds, Kinds]:
+def _listed_tables(bits: int) -> tuple[list[int], list[int]]:
     """Octave and alignment of every number of so many bits."""
     numbers = range(1 << bits)
-    alignments = [0, *map(_alignment, numbers[1:])]
-    return np.array([*map(_octave, numbers)], np.intp), np.array(alignments, np.intp)
+    return [*map(_octave, numbers)], [0, *map(_alignment, numbers[1:])]
+
+
+@cache
+def _tables(bits: int) -> tuple[Kinds, Kinds]:
+    octaves, alignments = _listed_tables(bits)
+    return np.array(octaves, np.intp), np.array(alignments, np.intp)
 
 
 def _at_least_as_aligned(counts: Floats) -> Floats:
@@ -170,10 +231,10 @@ def _at_least_as_aligned(counts: Floats) -> Floats:
     return tails
 
 
-def _blended(parted: Floats, seen: Floats, alike: Floats) -> Floats:
-    return (parted + _ASSUMED_ALIKE * alike) / (seen + _ASSUMED_ALIKE)
+def _blended(branched: Floats, seen: Floats, alike: Floats) -> Floats:
+    return (branched + _ASSUMED_ALIKE * alike) / (seen + _ASSUMED_ALIKE)
 
 
-_PARTED_BEFORE = np.full(2 * ZONES, _ASSUMED_REQUESTS * _ASSUMED_PARTINGS)
-_PARTED_BEFORE[0] = _ASSUMED_REQUESTS * _ASSUMED_AT_END
+_BRANCHED_BEFORE = np.full(2 * ZONES, _ASSUMED_REQUESTS * _ASSUMED_BRANCHES)
+_BRANCHED_BEFORE[0] = _ASSUMED_REQUESTS * _ASSUMED_AT_END
 _SEEN_BEFORE = _ASSUMED_REQUESTS * np.tile(np.maximum(1.0, 2.0 ** (np.arange(ZONES) - 1)), 2)

@@ -27,10 +27,10 @@ class Placement:
     def checkpoints(self, start: int, end: int, branches: Sequence[int]) -> Iterable[int]:
         raise NotImplementedError
 
-    def placed(self, start: int, end: int, count: int) -> None:
+    def note_placed(self, start: int, end: int, count: int) -> None:
         """A request that computes pages (start, end] got slots for so many checkpoints."""
 
-    def parted(self, at: int, stop: int) -> None:
+    def note_branch(self, at: int, stop: int) -> None:
         """A prompt is the first to diverge at page `at` from one that was computed to `stop`."""
 
 

@@ -1,6 +1,7 @@
 """The radix tree of all pages, and every count that must agree with it.
 
-`tree`      the small steps (hold, drop, split …); the only module that changes a node
+`tree`      the small steps (hold, drop, split …); only it, `joining` and `pins` change a node
+`joining`   merging nodes that differ no more
 `node`      a run of pages on which everything is the same: the unit of the tree
 `node_keys` the keys of its pages
 `cells`     one anchor in one tier: slots, eviction queue, page counts

@@ -42,6 +42,14 @@ class Segment:
     end: int
     slots: dict[int, Slots]
 
+    def cut(self, at: int) -> Segment:
+        """Shorten the segment to end at page `at`; the rest is returned."""
+        kept, slots = at - self.start, self.slots
+        self.slots = {cell: taken[:kept].copy() for cell, taken in slots.items()}
+        rest = Segment(at, self.end, {c: taken[kept:].copy() for c, taken in slots.items()})
+        self.end = at
+        return rest
+
 
 @dataclass(slots=True, eq=False)
 class IndexLease:
@@ -54,7 +62,7 @@ class IndexLease:
     growth    per home cell, slots promised for later and not taken yet
     shrunk    how often slots were given back before they were used
     hot_row   its buffer in the hot pools, from the first reservation on; -1 without one
-    begun     the boundary at which it was pinned: pages beyond it were computed by this lease
+    pinned_at the boundary at which it was pinned: pages beyond it were computed by this lease
     planned   the page up to which the request computes full pages, as far as is known
     branches  page boundaries worth a checkpoint, because prompts diverge there
     wanted    the page boundaries that were chosen for checkpoints
@@ -73,7 +81,7 @@ class IndexLease:
     shrunk: int = 0
     hot_row: int = -1
     branches: tuple[int, ...] = ()
-    begun: int = 0
+    pinned_at: int = 0
     planned: int = 0
     wanted: tuple[int, ...] = ()
     placed: int = 0
@@ -95,7 +103,7 @@ class IndexLease:
 
         The lease computed them, and no checkpoint reaches back to them.
         """
-        if not self.running or node.depth < self.begun:
+        if not self.running or node.depth < self.pinned_at:
             return False
         return not any(node.depth < stop < node.end + reach for stop in self.wanted)
 

@@ -16,6 +16,9 @@ from __future__ import annotations
 from kvtide.index.keys import Hidden, Namespace
 from kvtide.spec import Slots
 
+MAX_NODE_PAGES = 256
+"""Nodes are lengthened and joined up to here, so that growing page by page stays cheap."""
+
 RootName = tuple[Namespace | Hidden, bytes]
 
 
@@ -30,7 +33,7 @@ class Node:
     pins           per cell, how many leases and arrivals need these pages to stay
     leases         how many leases stand at the end of this node, with or without pins
     hidden         no match finds it, no event names it, and it is dropped once unpinned
-    queued         bit per cell: stands in that cell's eviction queue
+    queued         per cell, the number of its entry in that cell's eviction queue; 0 without one
     ahead          the device may carry optional sidecars that the host's copy of the run lacks
     sought         the number of the store that has none of the optional sidecars that it lacks
     departed       bit per cell: its pages there, computed or fetched, have been given to a store
@@ -81,7 +84,7 @@ class Node:
         self.pins = [0] * cells
         self.leases = 0
         self.hidden: bool = parent is not None and parent.hidden
-        self.queued = 0
+        self.queued = [0] * cells
         self.ahead = False
         self.sought = 0
         self.departed = 0

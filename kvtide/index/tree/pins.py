@@ -100,14 +100,15 @@ class Pins:
     def unpin(self, pin: Pin) -> None:
         cell, start = pin.cell, pin.start
         where = self._cells[cell]
+        is_history = where.reach is None
         node: Node | None = pin.node
         while node is not None and node.depth >= start and node.pages:
             pins = node.pins
             pins[cell] -= 1
             if not pins[cell]:
                 where.pinned_pages -= node.pages
-                if where.reach is None:
-                    where.queue.offer(node)
-                else:  # it may have gone out of reach meanwhile
+                if not is_history:  # It may have gone out of reach meanwhile.
                     where.queue.offer_again(node)
+                elif not node.kids[cell]:
+                    where.queue.offer(node)
             node = node.parent

@@ -13,25 +13,25 @@ from kvtide.spec import Slots
 
 
 class SlotPool:
-    """A stack of free slot numbers, and how many of them are promised."""
+    """A stack of free slot numbers, and how many of them are promised.
 
-    __slots__ = ("_free", "_stack", "capacity", "promised")
+    available  free slots that are not promised
+    """
+
+    __slots__ = ("_free", "_stack", "available", "capacity", "promised")
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
+        self.available = capacity
         self.promised = 0
         self._free = capacity
         self._stack: Slots = np.arange(capacity - 1, -1, -1, dtype=np.int32)
 
-    @property
-    def available(self) -> int:
-        """Free slots that are not promised."""
-        return self._free - self.promised
-
     def reserve(self, count: int) -> bool:
         """Promise `count` slots; False, with nothing changed, when there are not as many."""
-        if count > self._free - self.promised:
+        if count > self.available:
             return False
+        self.available -= count
         self.promised += count
         return True
 
@@ -47,14 +47,16 @@ class SlotPool:
         """Give a promise of `count` slots back."""
         assert count <= self.promised, f"forfeiting {count} slots of {self.promised} promised"
         self.promised -= count
+        self.available += count
 
     def free(self, slots: Slots) -> None:
         """Take slot numbers back that `take` gave out."""
+        count = len(slots)
         start = self._free
-        end = start + len(slots)
+        self._free = end = start + count
         assert end <= self.capacity, "more slots came back than were given out"
         self._stack[start:end] = slots
-        self._free = end
+        self.available += count
 
     def free_slots(self) -> Slots:
         """The free slot numbers, for checks."""

@@ -1,4 +1,4 @@
-"""The radix tree, and every count that must agree with it. Only this module changes a node.
+"""The radix tree, and every count that must agree with it. It changes nodes, with `joining`.
 
 `Tree` offers the small steps (hold, drop, pin, split …), each of which leaves all counters right;
 the verbs of `Index` consist of them. `index_invariants` tables what must hold between them.
@@ -6,7 +6,7 @@ the verbs of `Index` consist of them. `index_invariants` tables what must hold b
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -15,15 +15,13 @@ from kvtide.index.keys import TOKEN_BYTES, Hidden, PageKey, Prompt, unlike_any_p
 from kvtide.index.tree.cells import cells_of
 from kvtide.index.tree.event_source import EventSource
 from kvtide.index.tree.holds import Arrival, Departure, Import, IndexLease, SidecarImport
+from kvtide.index.tree.joining import joinable, merge
 from kvtide.index.tree.node import Node, Root, RootName
 from kvtide.index.tree.node_keys import NodeKeys
 from kvtide.index.tree.pins import Pins
 from kvtide.index.tree.presence import Presence
 from kvtide.index.tree.slots import SlotPool
 from kvtide.spec import ModelMemory, Slots, Tier
-
-MAX_NODE_PAGES = 256
-"""Nodes are lengthened up to here, so that growing page by page stays cheap."""
 
 
 class Tree:
@@ -159,53 +157,11 @@ class Tree:
             self._notify_stored(node, cell, node.pages - pages)
 
     def join(self, node: Node) -> None:
-        """Merge this node with its neighbours above and below, where nothing differs.
-
-        This keeps paths short: every turn of a conversation ends a node, which is needed only as
-        long as the checkpoint there is kept.
-        """
-        if len(node.children) == 1:
-            (below,) = node.children.values()
-            if self._alike(node, below):
-                self._absorb(node, below)
-                node = below
-        if node.parent is not None and self._alike(node.parent, node):
-            self._absorb(node.parent, node)
-
-    def _alike(self, upper: Node, lower: Node) -> bool:
-        """Held in the same cells, and neither in use nor a checkpoint, whose pages go singly."""
-        return (
-            upper.resident == lower.resident
-            and not upper.resident & self.finite_bits
-            and len(upper.children) == 1
-            and 0 < upper.pages <= MAX_NODE_PAGES - lower.pages
-            and not (upper.arriving or lower.arriving or upper.leases)
-            and not (any(upper.pins) or any(lower.pins))
-        )
-
-    def _absorb(self, upper: Node, lower: Node) -> None:
-        """The lower node takes the upper one's pages in front of its own."""
-        parent = upper.parent
-        assert parent is not None
-        parent.children[upper.tokens[: self.page_bytes]] = lower
-        for cell in range(len(self.cells)):
-            if lower.resident >> cell & 1:
-                slots = (upper.resident_slots(cell), lower.resident_slots(cell))
-                lower.slots[cell] = np.concatenate(slots)
-        lower.last = max(lower.last, upper.last)
-        lower.hits = max(lower.hits, upper.hits)
-        lower.priority = max(lower.priority, upper.priority)
-        lower.stop = max(lower.stop, upper.stop)
-        lower.ahead = lower.ahead or upper.ahead
-        lower.sought = min(lower.sought, upper.sought)
-        lower.departed &= upper.departed
-        lower.parent = parent
-        lower.tokens = upper.tokens + lower.tokens
-        lower.pages += upper.pages
-        lower.depth = upper.depth
-        upper.resident = 0
-        upper.parent = None
-        self.nodes -= 1
+        """Merge this node with its neighbours above and below, where nothing differs."""
+        run = joinable(node, self.finite_bits)
+        if len(run) > 1:
+            merge(run, self.page_bytes)
+            self.nodes -= len(run) - 1
 
     def truncate(self, node: Node, pages: int, cell: int) -> None:
         """Drop all but the first `pages` pages of a leaf that is held in `cell` alone."""
@@ -298,7 +254,8 @@ class Tree:
         node.resident |= bit
         node.slots[cell] = slots
         self.cells[cell].resident_pages += node.pages
-        self._notify_stored(node, cell, 0)
+        if self.listeners and not node.hidden:
+            self.events.stored(node, cell, 0)
 
     def drop(self, node: Node, cell: int) -> None:
         """Forget the pages' copy in this cell, and the node if it was the last one.
@@ -306,20 +263,41 @@ class Tree:
         When a history has left every tier, its windows and states are dropped too: nothing could
         resume with them.
         """
-        self._forget(node, cell)
         where = self.cells[cell]
-        if where.reach is None and not node.resident & where.anchor_bits:
-            for other in self.finite_cells:
-                if node.resident >> other & 1 and not node.pins[other]:
-                    self._forget(node, other)
-        if not node.resident:
-            self.prune(node)
-        elif where.reach is not None:
+        if where.reach is None:
+            self.drop_run([node], cell)
+            return
+        self._forget(node, cell)
+        if node.resident:
             self.join(node)
+        else:
+            self.prune(node)
+
+    def drop_run(self, run: Sequence[Node], cell: int) -> None:
+        """Forget a history's copies in this cell, of nodes that follow each other, deepest first.
+
+        They leave the tree in one step where nothing else is left of them.
+        """
+        anchor_bits = self.cells[cell].anchor_bits
+        for node in run:
+            self._notify_removed(node, cell, 0)
+        for node in reversed(run):  # From the top: none of them is offered for eviction.
+            self._clear(node, cell)
+        for node in run:
+            held = node.resident
+            if held & self.finite_bits and not held & anchor_bits:
+                for other in self.finite_cells:
+                    if held >> other & 1 and not node.pins[other]:
+                        self._forget(node, other)
+        self.prune(run[0])
 
     def _forget(self, node: Node, cell: int) -> None:
-        assert node.resident >> cell & 1 and not node.pins[cell]
         self._notify_removed(node, cell, 0)
+        self._clear(node, cell)
+
+    def _clear(self, node: Node, cell: int) -> None:
+        """Free the slots, listeners having been notified."""
+        assert node.resident >> cell & 1 and not node.pins[cell]
         where = self.cells[cell]
         where.slots.free(node.resident_slots(cell))
         where.resident_pages -= node.pages

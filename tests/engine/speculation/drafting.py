@@ -92,17 +92,17 @@ class ConsistentDrafter:
     def extend_resumed(self, wishes: Sequence[DraftWish], captured: Sequence[Tensor]) -> None:
         self._inner.extend_resumed(wishes, captured)
 
-    def draft_behind(self, step: UnreadStep, wishes: Sequence[DraftWish]) -> UnreadDrafts | None:
-        drafts = self._inner.draft_behind(step, wishes)
+    def draft_ahead(self, step: UnreadStep, wishes: Sequence[DraftWish]) -> UnreadDrafts | None:
+        drafts = self._inner.draft_ahead(step, wishes)
         self.behind += drafts is not None
         return drafts
 
     @property
-    def can_draft_behind(self) -> bool:
-        return self._inner.can_draft_behind
+    def can_draft_ahead(self) -> bool:
+        return self._inner.can_draft_ahead
 
-    def undo_behind(self, request: Request) -> None:
-        self._inner.undo_behind(request)
+    def undo_ahead(self, request: Request) -> None:
+        self._inner.undo_ahead(request)
 
     @property
     def unread(self) -> UnreadDrafts | None:

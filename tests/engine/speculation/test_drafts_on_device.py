@@ -105,8 +105,8 @@ class CountingDrafter(ModelDrafter):
 
     behind = 0
 
-    def draft_behind(self, step: UnreadStep, wishes: Sequence[DraftWish]) -> UnreadDrafts | None:
-        drafts = super().draft_behind(step, wishes)
+    def draft_ahead(self, step: UnreadStep, wishes: Sequence[DraftWish]) -> UnreadDrafts | None:
+        drafts = super().draft_ahead(step, wishes)
         self.behind += drafts is not None
         return drafts
 

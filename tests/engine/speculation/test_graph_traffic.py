@@ -51,8 +51,8 @@ class InformedGraphDrafter(ModelDrafter):
             launched = self._informed(launched.drafts, {each: len(each.output) for each in rows})
         return launched
 
-    def draft_behind(self, step: UnreadStep, wishes: Sequence[DraftWish]) -> UnreadDrafts | None:
-        drafts = super().draft_behind(step, wishes)
+    def draft_ahead(self, step: UnreadStep, wishes: Sequence[DraftWish]) -> UnreadDrafts | None:
+        drafts = super().draft_ahead(step, wishes)
         if drafts is None:
             return None
         accepted = dict(zip(step.sampled.firsts, step.sampled.accepted.tolist(), strict=True))
@@ -62,8 +62,8 @@ class InformedGraphDrafter(ModelDrafter):
         self._launched = self._informed(drafts, done)
         return drafts
 
-    def undo_behind(self, request: Request) -> None:
-        super().undo_behind(request)
+    def undo_ahead(self, request: Request) -> None:
+        super().undo_ahead(request)
         self.undone += 1
 
     def _informed(self, drafts: UnreadDrafts, done: dict[Request, int]) -> _Launched:

@@ -32,12 +32,12 @@ def decoding(at: Desk, *answers: int) -> list[ScheduledChunk]:
 def test_there_are_slots_wherever_acceptance_ends(memory: ModelMemory, accepted: int) -> None:
     at = Desk(memory, pages=64)
     chunks = decoding(at, 30, 30)
-    planned = at.scheduler.plan_behind(chunks, lambda request: 3)
+    planned = at.scheduler.plan_verify_ahead(chunks, lambda request: 3)
     assert planned is not None and not planned.frees_slots
     assert [chunk.request for chunk in planned.chunks] == [chunk.request for chunk in chunks]
     at.overlap.plan(planned)
     assert at.overlap.prepare()
-    at.overlap.launch_behind(UnreadTokens(torch.empty(0), {}, torch.empty(0)), torch.empty(0))
+    at.overlap.launch_verify_ahead(UnreadTokens(torch.empty(0), {}, torch.empty(0)), torch.empty(0))
     for chunk in chunks:
         request = chunk.request
         request.computed = chunk.end + accepted
@@ -57,7 +57,7 @@ def test_there_are_slots_wherever_acceptance_ends(memory: ModelMemory, accepted:
 def test_nothing_is_drafted_beyond_a_requests_last_token() -> None:
     at = Desk(pages=64)
     chunks = decoding(at, 3, 6, 30)
-    planned = at.scheduler.plan_behind(chunks, lambda request: 3)
+    planned = at.scheduler.plan_verify_ahead(chunks, lambda request: 3)
     assert planned is not None
     by_request = {chunk.request: chunk for chunk in planned.chunks}
     drafts = {chunk.request: len(chunk.drafts) for chunk in chunks}
@@ -72,12 +72,14 @@ def test_nothing_is_drafted_beyond_a_requests_last_token() -> None:
 def test_a_request_that_ends_now_is_not_in_the_step_behind() -> None:
     at = Desk(pages=64, max_running=2)
     chunks = decoding(at, 2, 30)
-    planned = at.scheduler.plan_behind(chunks, lambda request: 3)
+    planned = at.scheduler.plan_verify_ahead(chunks, lambda request: 3)
     assert planned is not None and planned.frees_slots
     assert [chunk.request for chunk in planned.chunks] == at.requests[1:]
     at.queue(1, answer=4)
     at.scheduler.admit()
-    assert at.scheduler.plan_behind(chunks, lambda request: 3) is None, "a request gets its slots"
+    assert at.scheduler.plan_verify_ahead(chunks, lambda request: 3) is None, (
+        "a request gets its slots"
+    )
     at.end()
 
 
@@ -92,7 +94,7 @@ def test_running_states_are_drafted_for_up_to_the_end_of_their_page() -> None:
             at.step()
         request.drafts = (1,)[: at.scheduler.slots_for_drafts(request, 1)]
         (chunk,) = at.scheduler.schedule()
-        planned = at.scheduler.plan_behind([chunk], lambda request: 2)
+        planned = at.scheduler.plan_verify_ahead([chunk], lambda request: 2)
         assert planned is not None
         (behind,) = planned.chunks
         end = -(-length // PAGE) * PAGE
@@ -112,5 +114,5 @@ def test_the_host_reads_first_where_other_requests_may_be_in_the_step(why: str) 
         chunks = chunks[:1]
     elif why == "waiting":
         at.queue(1, answer=4)
-    assert at.scheduler.plan_behind(chunks, lambda request: 3) is None
+    assert at.scheduler.plan_verify_ahead(chunks, lambda request: 3) is None
     at.end()
