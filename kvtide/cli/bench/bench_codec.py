@@ -75,8 +75,8 @@ def _report(result: dict[str, Any]) -> str:
     rows = [_row(one, result["restored"].get(one["codec"])) for one in result["alone"]]
     parts = [
         f"{result['model']}, KV in {result['kv_dtype']}: {result['objects']} objects of a prefix "
-        f"of {result['prefix_tokens']:,} tokens; one thread, medians of {result['turns']} turns; "
-        f"KL in nats at {SCORED} tokens after it\n",
+        f"of {result['prefix_tokens']:,} tokens. CPU time of one thread, medians of "
+        f"{result['turns']} turns; KL in nats at {SCORED} tokens after the prefix\n",
         table(header, rows),
     ]
     if "store" in result:
