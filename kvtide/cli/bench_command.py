@@ -9,6 +9,7 @@ from typing import Any
 
 from kvtide.bench import draft_cost, hitrate, index_cost, step_cost
 from kvtide.cli.bench import (
+    bench_codec,
     bench_gpu,
     bench_handoff,
     bench_replay,
@@ -51,6 +52,9 @@ def add(parser: argparse.ArgumentParser) -> None:
     )
     bench_storage.add(
         kinds.add_parser("storage", help="how fast a store is, beside its disk or its own library")
+    )
+    bench_codec.add(
+        kinds.add_parser("codec", help="what codecs make of a real model's pages and answers")
     )
     bench_replay.add(
         kinds.add_parser("replay", help="predicted hit rates beside those of an engine")

@@ -54,8 +54,12 @@ class MemoryStore:
         return Removed(len(kept), sum(map(len, kept)))
 
     def status(self) -> StoreStatus:
-        sizes = [len(found) for found in list(self._objects.values())]
+        sizes = [len(found) for found in self.contents()]
         return StoreStatus(len(sizes), sum(sizes))
+
+    def contents(self) -> list[bytes]:
+        """All objects of this space."""
+        return list(self._objects.values())
 
     def close(self) -> None:
         """Nothing to let go of: what others share stays."""

@@ -443,7 +443,7 @@ def test_the_traffic_meets_what_it_is_about():
     """Else the tests above could pass because nothing happened in them."""
     met: Counter[str] = Counter()
     pairs = (("window", "write_through"), ("v4_drafted", "write_back"))
-    for (name, policy), seed in itertools.product(pairs, range(4)):
+    for (name, policy), seed in itertools.product(pairs, range(8)):
         traffic = Traffic(ALL_MEMORIES[name], policy, seed)
         for _ in range(400):
             traffic.step()

@@ -9,5 +9,6 @@
 `bench_replay`     the planner's hit rates beside those of an engine
 `bench_transfer`   page copies beside the link
 `bench_storage`    a store beside its disk or its own library
+`bench_codec`     codecs on a real model's pages, alone and in a store; KL of rounded ones
 `bench_report`     rows of a long benchmark as they come
 """

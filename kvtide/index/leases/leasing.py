@@ -57,7 +57,6 @@ class Leasing:
         self._holdback = memory.holdback
         self.reaches = tuple(p.reuse.reach_pages(memory.page_tokens) for p in memory.anchors)
         self._required = frozenset(n for n, p in enumerate(memory.anchors) if p.reuse.required)
-        self._home_cells = tuple(tree.cells[home] for home in tree.homes)
         self._has_hot_pools = bool(memory.hot_pools)
         self._finite = frozenset(reach for reach in self.reaches if reach is not None)
 
@@ -180,11 +179,12 @@ class Leasing:
             lease.wanted = (*others, *stops)
         lease.planned = max(lease.planned, planned)
         lease.running = lease.running or keep.at_end
-        homes, cells = tree.homes, self._home_cells
+        cells, homes = tree.cells, tree.homes
         for first, last, anchors in segments:
             slots = {}
             for anchor in anchors:
-                slots[homes[anchor]] = cells[anchor].slots.take(last - first)
+                home = homes[anchor]
+                slots[home] = cells[home].slots.take(last - first)
             lease.segments.append(Segment(first, last, slots))
         return True
 

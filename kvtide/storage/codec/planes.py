@@ -29,8 +29,8 @@ Bytes = npt.NDArray[np.uint8]
 BLOCK_BYTES = 1 << 20
 """Few calls of large blocks: each takes the interpreter, which the engine needs."""
 WIDTHS: dict[int, np.dtype[Any]] = {1: np.dtype(np.uint8), 2: np.dtype("<u2"), 4: np.dtype("<u4")}
-SAMPLES = 4096
-"""Words of four bytes, of which a block's entropies are estimated."""
+SAMPLES, SAMPLE_PARTS = 4096, 16
+"""Words of four bytes, in so many places, of which a block's entropies are estimated."""
 MAX_BITS = 7.5
 """Planes whose bytes have more bits of entropy are kept as they are."""
 MIN_GAIN = 0.01
@@ -131,8 +131,9 @@ def _layout(block: Bytes) -> tuple[int, list[bool]]:
     words = len(block) // 4
     if len(block) % 4 or words < 16:
         return 1, [False]
-    step = max(1, words // SAMPLES) | 1  # Odd: vectors have even lengths, and are sampled all over.
-    sample = block.view("<u4")[::step]
+    parts = SAMPLE_PARTS if words >= SAMPLES else 1
+    spread = block.view("<u4")[: words // parts * parts].reshape(parts, -1)
+    sample = spread[:, : SAMPLES // parts].reshape(-1)
     one, two, three, four = (
         np.bincount((sample >> np.uint32(8 * place)).astype(np.uint8), minlength=256)
         for place in range(4)

@@ -4,8 +4,8 @@ Every Linux distribution has the library, for its package manager needs it; Pyth
 on. Calls release the interpreter, and read and write memory in place.
 
 Planes of floating-point numbers hardly ever repeat themselves. So the match finder is kept from
-finding anything but long runs: that makes compressing three times as fast, and smaller, than the
-library's level 1 (`kvtide bench codec`).
+finding anything but long runs, whose search would cost more than it saves: what is left is the
+library's entropy coder.
 """
 
 from __future__ import annotations
