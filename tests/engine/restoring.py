@@ -324,7 +324,7 @@ class Ledger:
     def left(self, lease: Lease) -> None:
         """What the lease has computed up to here has the checkpoints that were wanted."""
         inner, body = lease._index_lease, lease.prompt.body
-        stops = (stop for stop in inner.wanted if inner.begun < stop <= inner.boundary)
+        stops = (stop for stop in inner.wanted if inner.pinned_at < stop <= inner.boundary)
         self.kept.update(_prefix(body, stop) for stop in stops)
 
     def passed(self, lease: Lease, before: int) -> None:
