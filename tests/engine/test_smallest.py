@@ -24,15 +24,7 @@ def test_the_longest_sequence_is_served_alone_resumed_and_in_company(family, pag
     rng = random.Random(1)
     longest = tuple(rng.randrange(1, VOCABULARY) for _ in range(engine.max_sequence_tokens - 3))
     for prompts in ([longest], [longest], [longest, longest[::-1], longest[: PAGE + 1]]):
-        requests = [engine.submit(RequestParams(prompt, 3)) for prompt in prompts]
-        for _ in range(100 + 20 * pages):
-            if engine.idle:
-                break
-            engine.step()
-            assert cache.validate() == []
-            cache.drain(10)
-        assert engine.idle, "it waits for ever"
-        assert all(len(request.output) == 3 for request in requests)
+        _answer(engine, prompts, 100 + 20 * pages)
     cache.close()
 
 
@@ -48,13 +40,18 @@ def test_windows_alone_bound_no_sequence(pages: int) -> None:
     held = PAGE * sum(cache.index.capacity(a.home, a.name) for a in model.memory.anchors)
     long = tuple(rng.randrange(1, VOCABULARY) for _ in range(4 * held))
     for prompts in ([long], [long], [long, long[::-1], long[: PAGE + 1]]):
-        requests = [engine.submit(RequestParams(prompt, 3)) for prompt in prompts]
-        for _ in range(200):
-            if engine.idle:
-                break
-            engine.step()
-            assert cache.validate() == []
-            cache.drain(10)
-        assert engine.idle, "it waits for ever"
-        assert all(len(request.output) == 3 for request in requests)
+        _answer(engine, prompts, 200)
     cache.close()
+
+
+def _answer(engine: Engine, prompts: list[tuple[int, ...]], steps: int) -> None:
+    """Three tokens for each of these prompts, which run together, in so many steps at most."""
+    requests = [engine.submit(RequestParams(prompt, 3)) for prompt in prompts]
+    for _ in range(steps):
+        if engine.idle:
+            break
+        engine.step()
+        assert engine.cache.validate() == []
+        engine.cache.drain(10)
+    assert engine.idle, "it waits for ever"
+    assert all(len(request.output) == 3 for request in requests)

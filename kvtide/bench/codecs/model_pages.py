@@ -43,7 +43,7 @@ class RestoredLogits:
     """The distributions after restored pages beside those after computed ones, in nats.
 
     kl         from the computed to the restored one, by position: mean and largest
-    same       the fraction of positions whose likeliest token is the same
+    same       the fraction of positions with the same argmax
     restored   tokens that came from the store
     """
 
