@@ -443,7 +443,7 @@ def test_depth_breaks_nothing(client: Client, depth: int, stream: bool) -> None:
     for field in ("tools", "input"):
         deep = {"role": "user", "content": "a", "type": "message", "x": "DEEP"}
         given = {"input": "a", "tools": [deep]} if field == "tools" else {"input": [deep]}
-        raw = json.dumps({**given, "max_output_tokens": 1, "stream": stream})
+        raw = json.dumps({**given, "max_output_tokens": 1, "temperature": 0, "stream": stream})
         reply = client.send("POST", PATH, raw.replace('"DEEP"', nested).encode())
         assert reply.status in (200, 400), reply.body
         assert reply.status == 400 or not stream or b"response.incomplete" in reply.body
