@@ -42,6 +42,7 @@ def built(shape: DraftedShape) -> DraftedModel:
     return shape.build(CPU, torch.float32)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("shape", [EAGLE3, MTP], ids=["eagle3", "mtp"])
 def test_drafts_share_weights_with_a_model_that_has_no_pools_for_them(shape: DraftedShape) -> None:
     model = built(shape)

@@ -13,6 +13,8 @@ from kvtide.planner.traces import TraceRequest
 from kvtide.planner.workloads import make
 from tests.planner.sessions import by_session, shared_tokens
 
+pytestmark = pytest.mark.full
+
 MINUTE, HOUR = 60, 3600
 
 

@@ -241,6 +241,7 @@ def test_a_coded_store_passes_every_check(codec: str) -> None:
     assert conformance.violations(lambda space: open_store(url, space)) == []
 
 
+@pytest.mark.quick(codec=["lossless"])
 @pytest.mark.parametrize("codec", CODECS)
 def test_the_file_store_passes_every_check_with_a_codec(codec: str, tmp_path) -> None:
     url = f"file://{tmp_path}?cap=1GB&floor=1MB&sync=never&codec={codec}"

@@ -155,7 +155,7 @@ def retracted(server: ServerProcess) -> int:
     return int(count)
 
 
-@pytest.mark.quick(family=["gpt_oss"])
+@pytest.mark.full
 @pytest.mark.parametrize("family", [*ALL_NAMES, *HOT_NAMES])
 def test_a_request_that_is_retracted_goes_on_as_one_engine_does(
     family: str, tmp_path: Path
