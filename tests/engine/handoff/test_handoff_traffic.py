@@ -32,6 +32,8 @@ DEADLINE_STEPS = 40
 """Steps after which the leader gives up a peer that writes nothing."""
 SILENT_STEPS = 60
 """Steps after which it knows that a peer writes no more that cannot say so itself."""
+STUCK_STEPS = 4 * SILENT_STEPS
+"""Steps without progress after which, if they took long enough, traffic is stuck."""
 SAMPLINGS = (
     SAMPLING,
     SamplingParams(temperature=0.8, top_p=0.9, seed=3, logprobs=1),
@@ -70,6 +72,8 @@ class Traffic:
         self.reasons: Counter[str] = Counter()
         self.met: Counter[str] = Counter()
         self.steps = self.handoffs = 0
+        self.state: tuple[int, ...] = ()
+        self.since = (0.0, 0)
 
     # -- what is asked ----------------------------------------------------------------------
 
@@ -259,7 +263,6 @@ class Traffic:
             assert found == whole[: len(found)]
             if request.finish is not Finish.ABORT:
                 assert len(found) == params.max_tokens
-            self.progressed = time.monotonic()
             if (handoff := request.handoff) is not None:
                 self.ended[handoff.state.value] += 1
                 self.reasons[handoff.reason] += handoff.state is HandoffState.FAILED
@@ -267,22 +270,31 @@ class Traffic:
 
     def run(self, handoffs: int, enough: Callable[[], bool] = lambda: False) -> None:
         """At most so many handoffs, or until there were `enough`."""
-        self.progressed = time.monotonic()
+        self.note_progress()
         while self.handoffs < handoffs and not enough():
             self.step()
-            assert time.monotonic() < self.progressed + DEADLINE_S, self.pair.state()
+            self.note_progress()
         self.transport.held = False
         self.transport.fails = set()
-        deadline = time.monotonic() + DEADLINE_S
         while self.open or self.later or self.pair.decode.handoffs.decode.quarantined:
             self.step(more=False)
-            assert time.monotonic() < deadline, self.pair.state()
+            self.note_progress()
         for _ in range(2 * DEADLINE_STEPS + 2):
             self.watch()
             self.steps += 1
         self.transport.deliver_late()
         self.pair.settle()
         self.pair.close()
+
+    def note_progress(self) -> None:
+        """Fails if nothing has begun or ended for many steps and for long; steps may be slow."""
+        unsilent = self.pair.decode.handoffs.decode.quarantined
+        state = (self.handoffs, len(self.open), len(self.later), len(unsilent))
+        if state != self.state:
+            self.state, self.since = state, (time.monotonic(), self.steps)
+        when, steps = self.since
+        waited = time.monotonic() - when > DEADLINE_S and self.steps - steps > STUCK_STEPS
+        assert not waited, self.pair.state()
 
     def _engine(self, request: Request) -> Engine:
         found = self.pair.decode.find(request.number)
