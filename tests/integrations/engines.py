@@ -65,6 +65,19 @@ def vllm(version: str) -> Path:
     return folder / "bin" / "python"
 
 
+def llama_cpp(version: str) -> Path:
+    """The interpreter of an environment with `xllamacpp`, a wheel of llama.cpp. 90 MB."""
+    folder = _folder(
+        f"xllamacpp-{version}",
+        lambda folder: [sys.executable, "-m", "venv", str(folder)],
+        lambda folder: [
+            *(str(folder / "bin" / "python"), "-m", "pip", "install", "--quiet"),
+            f"xllamacpp=={version}",
+        ],
+    )
+    return folder / "bin" / "python"
+
+
 def _folder(name: str, *commands: Callable[[Path], list[str]]) -> Path:
     """Processes of one run take turns: the first one installs."""
     default = Path.home() / ".cache" / "kvtide" / "engines"
