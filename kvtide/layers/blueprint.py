@@ -20,7 +20,8 @@ from torch import Tensor
 
 from kvtide.layers.backend.arithmetic import Arithmetic
 from kvtide.layers.backend.ops import Ops
-from kvtide.layers.dense import Embedding, GatedMLP, Head, Linear, RMSNorm
+from kvtide.layers.backend.packed_weight import PackedWeight, Weight, joined
+from kvtide.layers.dense import Embedding, GatedMLP, Head, Linear, RMSNorm, numbers
 from kvtide.layers.elementwise import ACTIVATIONS, Activation
 from kvtide.layers.forward import Place
 from kvtide.layers.tensor_ranks import ALONE, TensorRanks
@@ -40,6 +41,9 @@ class Weights(Protocol):
 
     def get_rows(self, name: str, rows: range) -> Tensor:
         """`get(name)[rows]`, as far as possible without reading other rows."""
+
+    def packed(self, name: str) -> PackedWeight | None:
+        """A matrix as the checkpoint packs it, None where it holds fp32 or packs in other forms."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +84,15 @@ class Blueprint:
     def tensor(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
         """A weight in the model's dtype, or in this one."""
         return self.weights.get(self.prefix + name).detach().to(dtype or self.dtype).contiguous()
+
+    def weight(self, name: str) -> Weight:
+        """A matrix as it is multiplied: packed as the checkpoint has it where that is possible."""
+        forms = self.arithmetic.packed_forms
+        if forms and self.ranks.count == 1 and self.dtype is torch.float32:
+            packed = self.weights.packed(self.prefix + name)
+            if packed is not None and packed.is_of(forms):
+                return packed
+        return self.tensor(name)
 
     def layers(self) -> Iterator[tuple[int, Blueprint]]:
         """The number of every layer of this pipeline stage, and the blueprint under its name."""
@@ -131,11 +144,15 @@ class Blueprint:
     def fused(self, name: str, parts: Sequence[WeightPart]) -> Linear:
         """A projection that gives several parts side by side: this rank's shard of each."""
         whole = self.linear(name)
+        if self.ranks.count == 1:
+            return whole
         bias = None if whole.bias is None else self.shard_parts(whole.bias, parts)
-        return replace(whole, weight=self.shard_parts(whole.weight, parts), bias=bias)
+        return replace(whole, held=self.shard_parts(whole.weight, parts), bias=bias)
 
     def columns(self, *names: str, unit: int = 1) -> Linear:
         """As `linear`, sharded by the outputs of each projection, in units of so many."""
+        if self.ranks.count == 1:
+            return self.linear(*names)
         parts = [self.linear(name) for name in names]
         weights = [self.shard(part.weight, unit) for part in parts]
         if all(part.bias is None for part in parts):
@@ -149,30 +166,33 @@ class Blueprint:
         No two ranks have the same unit, which would count twice.
         """
         whole = self.linear(name)
+        if self.ranks.count == 1:
+            return whole
         if (units := whole.weight.shape[1] // unit) < self.ranks.count:
             raise self.config.refusal(
                 f"{self.prefix}{name} takes {units} units, which do not divide over "
                 f"{self.ranks.count} tensor ranks; use at most {units} ranks"
             )
-        return replace(whole, weight=self.shard(whole.weight, unit, axis=1), ranks=self.ranks)
+        return replace(whole, held=self.shard(whole.weight, unit, axis=1), ranks=self.ranks)
 
     def embedding(self, name: str) -> Embedding:
         """Rows by token: those of this rank's shard of the vocabulary. No others are read."""
-        return Embedding(*self._vocabulary_shard(name), self.ranks)
+        return Embedding(self.arithmetic, *self._vocabulary_shard(name), self.ranks)
 
     def head(self, weight: str, bias: str | None = None) -> Head:
         """The projection to logits: this rank's shard of the vocabulary. No more is read."""
         rows, tokens = self._vocabulary_shard(weight)
         biases = None
         if bias is not None and self.has(bias):
-            biases, _ = self._vocabulary_shard(bias)
+            held, _ = self._vocabulary_shard(bias)
+            biases = numbers(self.arithmetic, held)
         return Head(Linear(self.arithmetic, rows, biases), tokens, self.ranks)
 
-    def _vocabulary_shard(self, name: str) -> tuple[Tensor, int]:
+    def _vocabulary_shard(self, name: str) -> tuple[Weight, int]:
         """This rank's rows of a weight that has one for each token, and how many tokens there are
         on all ranks. Where they do not divide, the last ranks' rows are padded with zeros."""
         if self.ranks.count == 1:
-            whole = self.tensor(name)
+            whole = self.weight(name)
             return whole, len(whole)
         tokens, *row = self.weights.shape(self.prefix + name)
         padded = torch.zeros(self.ranks.vocabulary_rows(tokens), *row, dtype=self.dtype)
@@ -184,18 +204,25 @@ class Blueprint:
 
     def linear(self, *names: str) -> Linear:
         """One GEMM for several projections of the same input, their outputs side by side."""
-        weights = [self.tensor(f"{name}.weight") for name in names]
+        weights = [self.weight(f"{name}.weight") for name in names]
         biases = None
         if any(self.has(f"{name}.bias") for name in names):
             biases = torch.cat(
                 [
                     self.tensor(f"{name}.bias")
                     if self.has(f"{name}.bias")
-                    else weight.new_zeros(len(weight))
+                    else torch.zeros(len(weight), dtype=self.dtype, device=weight.device)
                     for name, weight in zip(names, weights, strict=True)
                 ]
             )
-        return Linear(self.arithmetic, torch.cat(weights), biases)
+        return Linear(self.arithmetic, self._beside(weights), biases)
+
+    def _beside(self, weights: Sequence[Weight]) -> Weight:
+        """The rows of several weights; packed if all of them are."""
+        packed = [weight for weight in weights if isinstance(weight, PackedWeight)]
+        if len(packed) == len(weights):
+            return joined(packed)
+        return torch.cat([numbers(self.arithmetic, weight) for weight in weights])
 
     def norm(self, name: str) -> RMSNorm:
         weight = self.tensor(f"{name}.weight", torch.float32) + self.norm_offset

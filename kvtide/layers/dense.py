@@ -11,28 +11,53 @@ from torch.nn import functional
 from kvtide.layers.backend.arithmetic import Arithmetic
 from kvtide.layers.backend.kernel_args import Norm
 from kvtide.layers.backend.ops import Ops
+from kvtide.layers.backend.packed_weight import PackedWeight, Weight
 from kvtide.layers.elementwise import Activation, split_bf16
 from kvtide.layers.tensor_ranks import ALONE, TensorRanks
 
 
+def numbers(arithmetic: Arithmetic, held: Weight) -> Tensor:
+    """A weight's numbers."""
+    return arithmetic.unpacked(held) if isinstance(held, PackedWeight) else held
+
+
 @dataclass(frozen=True, slots=True)
 class Linear:
-    """`ranks`: those that hold a shard of the inputs, whose partial sums are reduced."""
+    """
+    held   the weight as it is multiplied; only packed ones are not whole tensors of numbers
+    ranks  those that hold a shard of the inputs, whose partial sums are reduced
+    """
 
     arithmetic: Arithmetic
-    weight: Tensor
+    held: Weight
     bias: Tensor | None = None
     ranks: TensorRanks = ALONE
 
     @property
+    def weight(self) -> Tensor:
+        """The weight's numbers; a packed one is unpacked for it."""
+        return numbers(self.arithmetic, self.held)
+
+    @property
+    def outputs(self) -> int:
+        return len(self.held)
+
+    @property
+    def device(self) -> torch.device:
+        return self.held.device
+
+    @property
     def bias_or_zeros(self) -> Tensor:
         """The bias, for a projection that is joined with others that have one."""
-        return self.weight.new_zeros(len(self.weight)) if self.bias is None else self.bias
+        return self.weight.new_zeros(self.outputs) if self.bias is None else self.bias
 
     def __call__(self, x: Tensor) -> Tensor:
+        held = self.held
+        if isinstance(held, PackedWeight):
+            return self.arithmetic.packed_linear(x, held, self.bias)
         if self.ranks.count == 1:
-            return self.arithmetic.linear(x, self.weight, self.bias)
-        whole = self.ranks.all_reduce(self.arithmetic.linear(x, self.weight))
+            return self.arithmetic.linear(x, held, self.bias)
+        whole = self.ranks.all_reduce(self.arithmetic.linear(x, held))
         return whole if self.bias is None else whole + self.bias
 
 
@@ -118,20 +143,28 @@ class GatedMLP:
 class Embedding:
     """Rows by token, divided over tensor ranks (vocabulary parallel).
 
-    weight  this rank's rows; behind the vocabulary's last token they are zeros
+    held    this rank's rows; behind the vocabulary's last token they are zeros
     tokens  of the vocabulary, on all ranks
     """
 
-    weight: Tensor
+    arithmetic: Arithmetic
+    held: Weight
     tokens: int
     ranks: TensorRanks = ALONE
 
+    @property
+    def weight(self) -> Tensor:
+        """This rank's rows as numbers."""
+        return numbers(self.arithmetic, self.held)
+
     def __call__(self, tokens: Tensor) -> Tensor:
+        if isinstance(self.held, PackedWeight):
+            return self.arithmetic.unpacked(self.held.take(tokens))
         if self.ranks.count == 1:
-            return functional.embedding(tokens, self.weight)
-        local = tokens - self.ranks.rank * len(self.weight)
-        elsewhere = (local < 0) | (local >= len(self.weight))
-        rows = functional.embedding(local.masked_fill(elsewhere, 0), self.weight)
+            return functional.embedding(tokens, self.held)
+        local = tokens - self.ranks.rank * len(self.held)
+        elsewhere = (local < 0) | (local >= len(self.held))
+        rows = functional.embedding(local.masked_fill(elsewhere, 0), self.held)
         return self.ranks.all_reduce(rows.masked_fill(elsewhere[..., None], 0))
 
 
@@ -148,8 +181,12 @@ class Head:
 
     @property
     def weight(self) -> Tensor:
-        """This rank's rows."""
+        """This rank's rows as numbers."""
         return self.linear.weight
+
+    @property
+    def device(self) -> torch.device:
+        return self.linear.device
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """Logits of this rank's tokens, in fp32."""

@@ -115,6 +115,6 @@ class KimiDelta:
         self.project_out = blueprint.rows("o_proj", unit=self.width)
 
     def __call__(self, x: Tensor, run: ForwardPass) -> Tensor:
-        forgetting, gating = self.narrow(x).split(self.narrow.weight.shape[0] // 2, dim=-1)
+        forgetting, gating = self.narrow(x).split(self.narrow.outputs // 2, dim=-1)
         out = self.memory(self.qkv(x), self.forget(forgetting), self.beta(x), run)
         return self.project_out(_gated(out, self.gate(gating), self.norm, sigmoid))

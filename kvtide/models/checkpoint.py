@@ -32,8 +32,9 @@ import torch
 from numpy.typing import NDArray
 
 from kvtide.layers import Weights
+from kvtide.layers.backend.packed_weight import PackedWeight
 from kvtide.models.gguf import GGUF, architectures
-from kvtide.models.gguf.tensors import read_tensor
+from kvtide.models.gguf.tensors import packed_matrix, read_tensor
 from kvtide.models.model_errors import CheckpointError
 from kvtide.models.quantized_weights import METHODS, PublishedWeights
 from kvtide.models.safetensors_folder import Stored, missing, read_json
@@ -106,6 +107,9 @@ class OnDevice:
     def get_rows(self, name: str, rows: range) -> torch.Tensor:
         return self.weights.get_rows(name, rows).to(self.device)
 
+    def packed(self, name: str) -> PackedWeight | None:
+        return self.weights.packed(name) if self.device.type == "cpu" else None
+
 
 def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     """The model in this folder or GGUF file."""
@@ -176,6 +180,13 @@ class GGUFWeights:
         if source.change is not None or len(self.shape(name)) == 1:  # A change may move rows.
             return self.get(name)[rows.start : rows.stop]
         return read_tensor(self._file, source.name, rows)
+
+    def packed(self, name: str) -> PackedWeight | None:
+        source = self._source(name)
+        packed = packed_matrix(self._file, source.name)
+        if packed is None or source.change is None:
+            return packed
+        return packed.moved(source.change)
 
     def _source(self, name: str) -> architectures.Source:
         if name not in self._sources:

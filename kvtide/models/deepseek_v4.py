@@ -105,13 +105,13 @@ class CompressedAttention:
                 self.sides.append(self.indexer.heads)
             self.compressed = [len(weight) for weight in weights]
             self.compress = WideLinear(self.ops, torch.cat(weights), blueprint.dtype)
-        self.project = blueprint.linear(*names)
+        self.project = blueprint.linear(*names).weight
 
     def __call__(self, x: Tensor, run: ForwardPass) -> Tensor:
         cos_sin = run.shared(
             self.rotation, lambda: self.arithmetic.rowwise(self.rotation, run.positions)
         )
-        low, keys, *rest = self.ops.linear_parts(x, self.project.weight, self.sides)
+        low, keys, *rest = self.ops.linear_parts(x, self.project, self.sides)
         low, norm = self.low_norm(low), self.key_norm.params
         kept = self.ops.norm_rope_write(run, self.window, keys, norm, cos_sin)
         values_gates, entries, stream, selected = self._values_gates(x), [], None, None

@@ -69,7 +69,7 @@ class DraftCheckpoint:
                 "the target with this draft, and the draft beside the target's last stage"
             )
         blueprint = target.draft_blueprint(self.config, self.weights)
-        with target.head.weight.device:
+        with target.head.device:
             return Eagle3(blueprint, self.captures(target.memory), target.embedding)
 
     def captures(self, memory: ModelMemory) -> tuple[int, ...]:

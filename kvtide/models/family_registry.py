@@ -213,5 +213,5 @@ def build_mtp(config: Mapping[str, object], weights: Weights, target: Decoder) -
             "prediction; build the target with mtp=True, and the draft beside its last stage"
         )
     blueprint = target.draft_blueprint(published.fields, published.weights)
-    with target.head.weight.device:
+    with target.head.device:
         return draft(target, blueprint)

@@ -77,7 +77,7 @@ class Decoder:
             self.close(base)
 
     def _tied_head(self) -> Head:
-        linear = Linear(self.arithmetic, self.embedding.weight)
+        linear = Linear(self.arithmetic, self.embedding.held)
         return Head(linear, self.embedding.tokens, self.ranks)
 
     def build_layers(self, base: Blueprint) -> Sequence[Layer]:
@@ -113,7 +113,7 @@ class Decoder:
     def draft_blueprint(self, config: Config, weights: Weights) -> Blueprint:
         """For a draft beside this model: on its device, in its dtype and arithmetic, on its ranks,
         with its memory. On the last stage only."""
-        there = OnDevice(weights, self.head.weight.device)
+        there = OnDevice(weights, self.head.device)
         return Blueprint(config, there, self.memory, self.ops, self.dtype, ranks=self.ranks)
 
     def carried(self, tokens: Tensor) -> Tensor:

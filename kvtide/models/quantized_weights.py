@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from kvtide.layers.backend.packed_weight import PackedWeight
 from kvtide.models import fp8, mxfp4
 from kvtide.models.model_errors import CheckpointError
 from kvtide.models.safetensors_folder import SafetensorsWeights, Stored, StoredTensors
@@ -67,6 +68,11 @@ class PublishedWeights:
     def get_rows(self, name: str, rows: range) -> Tensor:
         """Of a block-scaled matrix, blocks are read whole from the first row's on."""
         return self._read(name, rows)
+
+    def packed(self, name: str) -> PackedWeight | None:
+        if not self.tensors.has(name):
+            return None
+        return PackedWeight.of_halves(self.tensors.get(name))
 
     def _read(self, name: str, rows: range | None) -> Tensor:
         if self.tensors.has(f"{name}_blocks"):

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from kvtide.layers import Weights
+from kvtide.layers.backend.packed_weight import PackedWeight
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,3 +31,6 @@ class RenamedWeights:
 
     def get_rows(self, name: str, rows: range) -> Tensor:
         return self.weights.get_rows(self.stored_name(name), rows)
+
+    def packed(self, name: str) -> PackedWeight | None:
+        return self.weights.packed(self.stored_name(name))

@@ -94,7 +94,7 @@ class DraftTraining:
         plan: TrainingPlan,
     ) -> None:
         self.draft, self.target, self._plan = draft, target, plan
-        device = target.head.weight.device
+        device = target.head.device
         self._vocabulary = None if vocabulary is None else vocabulary.to(device)
         self._device, self._random = device, Random(plan.seed)
         fused = device.type == "cuda"

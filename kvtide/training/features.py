@@ -139,7 +139,7 @@ def target_states(
 
 def _empty_states(target: Decoder, kinds: int, answered: Sequence[Answered]) -> TargetStates:
     lengths = [len(one.tokens) for one in answered]
-    device, rows = target.head.weight.device, sum(lengths)
+    device, rows = target.head.device, sum(lengths)
     starts = [0]
     for length in lengths[:-1]:
         starts.append(starts[-1] + length)

@@ -93,7 +93,7 @@ class AnswerPlan:
 
 def open_training_cache(target: Decoder, tokens: int) -> TieredCache:
     """A cache on the target's device for so many tokens of running requests."""
-    page, device = target.memory.page_tokens, str(target.head.weight.device)
+    page, device = target.memory.page_tokens, str(target.head.device)
     size = Tokens(-(-tokens // page) * page)
     return TieredCache(target.memory, CacheConfig(size, None, device=device))
 

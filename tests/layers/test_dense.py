@@ -71,7 +71,7 @@ def test_ranks_have_all_tokens_between_them(tokens: int, ranks: int) -> None:
         each = TensorRanks(rank, ranks).vocabulary_rows(tokens)
         weight = torch.zeros(each, 8)
         weight[: len(shard)] = table[shard.start : shard.stop]
-        embedding = Embedding(weight, tokens, OneByOne(rank, ranks, brought=sums))
+        embedding = Embedding(ops.arithmetic, weight, tokens, OneByOne(rank, ranks, brought=sums))
         linear = Linear(ops.arithmetic, weight)
         head = Head(linear, tokens, OneByOne(rank, ranks, brought=columns))
         rows, logits = embedding(asked), head.gathered(head(hidden))

@@ -223,6 +223,9 @@ def test_layers_after_the_last_are_not_read() -> None:
         def has(self, name: str) -> bool:
             return weights.has(name) or name.startswith("model.layers.2.")
 
+        def packed(self, name: str) -> None:
+            asked.append(name)
+
     build(published("deepseek_v3", num_nextn_predict_layers=1), Watched(), page_tokens=16)
     assert asked and not any(name.startswith("model.layers.2.") for name in asked)
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from kvtide.layers import Step, Weights
+from kvtide.layers.backend.packed_weight import PackedWeight
 from kvtide.models import build
 from kvtide.models.draft import CapturedStates
 from kvtide.spec import ModelMemory, SpecError
@@ -80,6 +81,10 @@ class Asked:
     def get_rows(self, name: str, rows: range) -> Tensor:
         self.rows[name] = rows
         return self._weights.get_rows(name, rows)
+
+    def packed(self, name: str) -> PackedWeight | None:
+        self.names.add(name)
+        return self._weights.packed(name)
 
 
 def test_a_stage_reads_the_weights_of_its_own_layers_and_no_others() -> None:

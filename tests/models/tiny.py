@@ -12,6 +12,7 @@ import torch
 import transformers
 from torch import Tensor
 
+from kvtide.layers.backend.packed_weight import PackedWeight
 from kvtide.models import Model, build
 from kvtide.models.checkpoint import Checkpoint, open_checkpoint
 from kvtide.spec.families import KVDType
@@ -293,6 +294,9 @@ class Tensors:
 
     def get_rows(self, name: str, rows: range) -> Tensor:
         return self.tensors[name][rows.start : rows.stop]
+
+    def packed(self, name: str) -> PackedWeight | None:
+        return PackedWeight.of_halves(self.tensors[name])
 
 
 _ATTENTION_LAST = ["linear_attention", "full_attention", "full_attention"]

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvtide.layers.backend.packed_weight import PackedWeight
 from kvtide.models import Model, build
 from kvtide.spec import catalog
 from kvtide.spec.families import KVDType
@@ -79,6 +80,9 @@ class RandomWeights:
 
     def get_rows(self, name: str, rows: range) -> Tensor:
         return self.get(name)[rows.start : rows.stop]
+
+    def packed(self, name: str) -> PackedWeight | None:
+        return None
 
     def _shape(self, name: str) -> tuple[int, ...] | None:
         found = (shape for pattern, shape in self._shapes.items() if pattern.fullmatch(name))

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from functools import cache
 from typing import TypeVar
 
@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from kvtide.layers.backend.packed_weight import PackedWeight
 from kvtide.layers.elementwise import (
     gelu_tanh,
     l2norm,
@@ -55,13 +56,25 @@ def aligned(operand: Tensor) -> Tensor:
 
 
 class Arithmetic(ABC):
-    """`query_block`: how many queries attend together."""
+    """
+    query_block   how many queries attend together
+    packed_forms  forms of weights that `packed_linear` multiplies as they are
+    """
 
     query_block: int
+    packed_forms: Collection[str] = ()
 
     @abstractmethod
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """Rows of x times the rows of weight."""
+
+    def packed_linear(self, x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
+        """As `linear`, of a weight in these forms."""
+        raise NotImplementedError
+
+    def unpacked(self, weight: PackedWeight) -> Tensor:
+        """The numbers of a weight in these forms, in fp32."""
+        raise NotImplementedError
 
     @abstractmethod
     def rowwise(self, function: RowFunction, rows: Tensor) -> Tensor:

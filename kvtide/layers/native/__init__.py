@@ -1,13 +1,15 @@
 """Operations on a CPU by C++ kernels, compiled on the user's machine at the first start.
 
-`build`         compiles and loads the kernels; None where that is not possible
-`c_functions`   their C functions, and the structures that these take
-`native_ops`    the operations of layers by them; the torch references do the rest
+`build`              compiles and loads the kernels; None where that is not possible
+`c_functions`        their C functions, and the structures that these take
+`native_ops`         the operations of layers by them; the torch references do the rest
+`native_arithmetic`  GEMMs by them, also of weights that stay packed
 
 | file | computes | torch reference (in `layers/reference/`) |
 |---|---|---|
 | `attention.cpp` | attention over pages, and over MLA latents | `attention`, `mla` |
 | `linear.cpp` | a GEMM of few rows, which reads every weight once | `backend/arithmetic` |
+| `packed.cpp` | the same of packed weights, in the forms of `packed.h` | `models/gguf/quants` |
 | `rows.cpp` | norms, gated activations, heads into pages | `layers/elementwise`, `qkv` |
 | `recurrent.cpp` | single steps of recurrent states | `gated_delta`, `ssd_scan` |
 | `vectors.h` | vectors as wide as the CPU has them | — |

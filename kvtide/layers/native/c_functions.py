@@ -11,6 +11,13 @@ import torch
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """As `vectors.h` numbers them."""
+FORMS = {
+    name: number
+    for number, name in enumerate(
+        ("BF16", "F16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
+    )
+}
+"""Of packed weights, as `packed.h` numbers them."""
 
 
 class Kept(Structure):
@@ -68,6 +75,8 @@ class Functions:
 
     attention: Any
     linear: Any
+    packed_linear: Any
+    unpack: Any
     rms_norm: Any
     gated: Any
     heads: Any
@@ -79,7 +88,9 @@ class Functions:
         p, n, i, f = c_void_p, c_int64, c_int, c_float
         return cls(
             attention=_typed(library.kvtide_attention, c_int, POINTER(AttentionCall)),
-            linear=_typed(library.kvtide_linear, None, p, p, p, p, n, n, n, n, i),
+            linear=_typed(library.kvtide_linear, None, p, p, p, p, n, n, n, i),
+            packed_linear=_typed(library.kvtide_packed_linear, None, *[p] * 4, i, *[n] * 4, i),
+            unpack=_typed(library.kvtide_unpack, None, p, p, i, n, n, i),
             rms_norm=_typed(library.kvtide_rms_norm, None, p, p, p, p, p, n, n, n, f, i),
             gated=_typed(library.kvtide_gated, None, p, p, p, n, n, n, n, i, i),
             heads=_typed(library.kvtide_heads, None, POINTER(HeadsCall)),

@@ -1,4 +1,5 @@
-// Rows of x times the rows of a weight as it lies in memory, for few rows: every weight is read once.
+#include "linear.h"
+
 #include "vectors.h"
 
 namespace {
@@ -9,23 +10,6 @@ constexpr int ROWS = 8, OUTPUTS = 3;
 constexpr int ROWS = 4, OUTPUTS = 2;
 #endif
 constexpr int AHEAD = 2 * OUTPUTS;  // Outputs whose weights are fetched early.
-constexpr int AT_ONCE = 24;  // Outputs of a piece of work: a multiple of OUTPUTS.
-
-struct Problem {
-  float* y;
-  const float *x, *weight, *bias;
-  int64_t rows, outputs, inputs, x_stride, y_stride;
-};
-
-template <int COUNT>
-inline void total_all(float* totals, const Vec* v) {
-  if constexpr (COUNT > W) {
-    store(totals, sums<W>(v));
-    total_all<COUNT - W>(totals + W, v + W);
-  } else {
-    store(totals, sums<COUNT>(v));
-  }
-}
 
 template <int R, int O>
 inline void tile(const Problem& p, int64_t row, int64_t output) {
@@ -73,6 +57,8 @@ inline void last_rows(const Problem& p, int64_t row, int64_t begin, int64_t end)
   if constexpr (R > 1) last_rows<R - 1>(p, row, begin, end);
 }
 
+}  // namespace
+
 // Rows outside, so that a tile of them stays in the first cache, and the weights in the second.
 void outputs_between(const Problem& p, int64_t begin, int64_t end) {
   int64_t row = 0;
@@ -80,16 +66,9 @@ void outputs_between(const Problem& p, int64_t begin, int64_t end) {
   if (row < p.rows) last_rows<ROWS - 1>(p, row, begin, end);
 }
 
-}  // namespace
-
 extern "C" void kvtide_linear(float* y, const float* x, const float* weight, const float* bias,
-                              int64_t rows, int64_t outputs, int64_t inputs, int64_t x_stride,
-                              int threads) {
-  const Problem p = {y, x, weight, bias, rows, outputs, inputs, x_stride, outputs};
-  const int64_t pieces = (outputs + AT_ONCE - 1) / AT_ONCE;
-#pragma omp parallel for schedule(dynamic, 4) num_threads(threads) if (pieces > 1)
-  for (int64_t piece = 0; piece < pieces; piece++) {
-    const int64_t begin = piece * AT_ONCE, end = begin + AT_ONCE;
-    outputs_between(p, begin, end < outputs ? end : outputs);
-  }
+                              int64_t rows, int64_t outputs, int64_t inputs, int threads) {
+  const Problem p = {y, x, weight, bias, rows, outputs, inputs, inputs, outputs};
+  in_pieces(outputs, threads,
+            [&](int64_t begin, int64_t end) { outputs_between(p, begin, end); });
 }

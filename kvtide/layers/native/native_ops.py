@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kvtide.layers.backend.arithmetic import Batched
 from kvtide.layers.backend.kernel_args import (
     AttentionParams,
     ConvWeights,
@@ -33,48 +32,13 @@ from kvtide.layers.native.c_functions import (
     Kept,
     States,
 )
+from kvtide.layers.native.native_arithmetic import NativeArithmetic
 from kvtide.layers.packing import Fields
 from kvtide.spec import Encoding
 
-FEW_ROWS = 16
-"""More rows go to torch's GEMM, which divides its work better."""
 SHORT_TOKENS = 4
 """New tokens of a sequence that recurrences take one by one."""
 _GATINGS: dict[Activation, int] = {swish: 0, gelu_tanh: 1}
-
-
-class NativeArithmetic(Batched):
-    """Batched; few rows are multiplied by the native kernel."""
-
-    def __init__(self, functions: Functions) -> None:
-        self._linear = functions.linear
-
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        shape = x.shape
-        if (
-            shape[0] > FEW_ROWS
-            or x.dtype is not torch.float32
-            or weight.dtype is not torch.float32
-            or len(shape) != 2
-            or not (x.is_contiguous() and weight.is_contiguous())
-            or shape[0] == 0
-        ):
-            return functional.linear(x, weight, bias)
-        outputs, inputs = weight.shape
-        assert shape[1] == inputs, f"{shape[1]} inputs for a weight of {inputs}"
-        out = x.new_empty(shape[0], outputs)
-        self._linear(
-            out.data_ptr(),
-            x.data_ptr(),
-            weight.data_ptr(),
-            None if bias is None else bias.data_ptr(),
-            shape[0],
-            outputs,
-            inputs,
-            inputs,
-            torch.get_num_threads(),
-        )
-        return out
 
 
 class _Layer:

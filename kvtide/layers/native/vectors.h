@@ -126,6 +126,17 @@ static inline Vec sums(const Vec* v) {
   return sums_from<W / 2, COUNT>(v, 0);
 }
 
+// The sums of COUNT vectors; whole vectors of sums are stored.
+template <int COUNT>
+static inline void total_all(float* totals, const Vec* v) {
+  if constexpr (COUNT > W) {
+    store(totals, sums<W>(v));
+    total_all<COUNT - W>(totals + W, v + W);
+  } else {
+    store(totals, sums<COUNT>(v));
+  }
+}
+
 // -- other types ---------------------------------------------------------------------------------
 
 enum Type { FP32 = 0, BF16 = 1, FP16 = 2 };

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from kvtide.layers.backend.packed_weight import PackedRows, PackedWeight
 from kvtide.models.gguf.gguf_file import GGUF
 
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -18,3 +19,12 @@ def read_tensor(file: GGUF, name: str, rows: range | None = None) -> torch.Tenso
     count, *row = file.tensors[name].shape
     shape = (count if rows is None else len(rows), *row)
     return torch.from_numpy(file.raw(name, rows).copy()).view(dtype).reshape(shape)
+
+
+def packed_matrix(file: GGUF, name: str) -> PackedWeight | None:
+    """A matrix in the form of the file, in memory of its own; None of any other tensor."""
+    tensor = file.tensors[name]
+    if len(tensor.shape) != 2 or tensor.form.name == "F32":
+        return None
+    data = torch.from_numpy(file.raw(name).copy()).view(tensor.shape[0], tensor.row_bytes)
+    return PackedWeight(tensor.shape[1], (PackedRows(tensor.form.name, data),))

@@ -24,7 +24,8 @@ from kvtide.layers.backend.torch_ops import TorchOps
 from kvtide.layers.elementwise import gelu_tanh, swish
 from kvtide.layers.native.build import library
 from kvtide.layers.native.c_functions import Functions
-from kvtide.layers.native.native_ops import FEW_ROWS, NativeOps
+from kvtide.layers.native.native_arithmetic import FEW_ROWS
+from kvtide.layers.native.native_ops import NativeOps
 from kvtide.spec import ALL, DType, Entry, Field, ModelMemory, PoolSpec, Reuse
 from kvtide.spec.families.pool_parts import KVDType, by_head
 from kvtide.tiers import Arrangement, Buffers, Layout

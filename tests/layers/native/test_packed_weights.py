@@ -1,0 +1,160 @@
+"""Weights that stay packed: the kernels' numbers are the format's, and products are those of them.
+
+The second reading of the format (`tests/models/gguf_files`) shares no code with the kernels.
+"""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from kvtide.layers.backend import choice
+from kvtide.layers.backend.packed_weight import PackedRows, PackedWeight, joined
+from kvtide.layers.native.c_functions import FORMS
+from kvtide.layers.native.native_arithmetic import FEW_ROWS, NativeArithmetic
+from kvtide.layers.native.native_ops import NativeOps
+from kvtide.layers.tensor_ranks import TensorRanks
+from kvtide.models import build
+from kvtide.models.checkpoint import Checkpoint
+from kvtide.models.model import Decoder
+from kvtide.spec.families import KVDType
+from tests.layers.native.test_native_ops import native
+from tests.models.conftest import smollm2
+from tests.models.gguf_files import SCALARS, random_blocks, scalar_values
+from tests.models.playing import Player
+from tests.models.test_logits import ONE_PER_FAMILY, TOLERANCE
+from tests.models.tiny import Tensors, checkpoint, prompt
+
+__all__ = ["native", "smollm2"]
+
+HALVES = {"BF16": torch.bfloat16, "F16": torch.float16}
+QUANTISED = [name for name in SCALARS if name not in HALVES]
+
+
+def packed(form: str, rows: int, inputs: int, seed: int = 0) -> tuple[PackedWeight, Tensor]:
+    """A random weight, and its numbers by the other reading."""
+    if form in HALVES:
+        values = torch.randn(rows, inputs, generator=torch.Generator().manual_seed(seed))
+        given = values.to(HALVES[form])
+        weight = PackedWeight.of_halves(given)
+        assert weight is not None
+        return weight, given.float()
+    scalar = SCALARS[form]
+    data = random_blocks(scalar, rows * inputs // scalar.elements, seed)
+    numbers = torch.from_numpy(scalar_values(scalar, data).copy()).view(rows, inputs)
+    raw = torch.from_numpy(np.frombuffer(data, np.uint8).copy()).view(rows, -1)
+    return PackedWeight(inputs, (PackedRows(form, raw),)), numbers
+
+
+def assert_close(found: Tensor, wanted: Tensor) -> None:
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-6 * float(wanted.abs().max()))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_numbers_are_those_of_the_format(form: str, native: NativeOps) -> None:
+    weight, numbers = packed(form, 9, 512)
+    assert torch.equal(native.arithmetic.unpacked(weight), numbers)
+    some = torch.tensor([5, 8, 5, 0])
+    assert torch.equal(native.arithmetic.unpacked(weight.take(some)), numbers[some])
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("form", FORMS)
+def test_products_are_those_of_the_numbers(form: str, bias: bool, native: NativeOps) -> None:
+    """To the bit for few rows, which take the same sums."""
+    outputs, inputs, arithmetic = 131, 768, native.arithmetic
+    weight, _ = packed(form, 3, inputs)
+    weight = weight.take(torch.randint(3, (outputs,)))
+    numbers = arithmetic.unpacked(weight)
+    added = torch.randn(outputs) if bias else None
+    for rows in (0, 1, 2, 3, 4, 5, 7, 8, 9, FEW_ROWS, FEW_ROWS + 1, 90):
+        x = torch.randn(rows, inputs)
+        found = arithmetic.packed_linear(x, weight, added)
+        wanted = arithmetic.linear(x, numbers, added)
+        if rows <= FEW_ROWS:
+            assert torch.equal(found, wanted), rows
+        else:
+            assert_close(found, wanted)
+
+
+def test_rows_of_several_forms_stand_beside_each_other(native: NativeOps) -> None:
+    parts = [packed(form, rows, 512, rows) for form, rows in (("Q4_K", 5), ("Q6_K", 11))]
+    again = packed("Q6_K", 9, 512)
+    weight = joined([weight for weight, _ in (*parts, again)])
+    numbers = torch.cat([numbers for _, numbers in (*parts, again)])
+    assert [run.count for run in weight.runs] == [5, 20]
+    arithmetic, bias = native.arithmetic, torch.randn(25)
+    for rows in (3, FEW_ROWS + 8):
+        x = torch.randn(2 * rows, 512)[::2]
+        found, wanted = (
+            arithmetic.packed_linear(x, weight, bias),
+            arithmetic.linear(x, numbers, bias),
+        )
+        assert_close(found, wanted)
+
+
+def test_a_weight_larger_than_a_strip_is_multiplied_strip_by_strip(native: NativeOps) -> None:
+    weight, numbers = packed("Q8_0", 20, 256)
+    x = torch.randn(FEW_ROWS + 1, 256)
+    with mock.patch("kvtide.layers.native.native_arithmetic.STRIP_ELEMENTS", 7 * 256):
+        found = native.arithmetic.packed_linear(x, weight)
+    assert_close(found, x @ numbers.T)
+
+
+# -- models --------------------------------------------------------------------------------------
+
+
+def in_16_bits(name: str) -> Tensors:
+    weights = checkpoint(name).weights
+    tensors = {each: weights.get(each) for each in weights.names()}
+    return Tensors({k: t.bfloat16() if t.is_floating_point() else t for k, t in tensors.items()})
+
+
+@pytest.mark.quick(name=["llama", "deepseek_v3", "qwen3_next"])
+@pytest.mark.parametrize("name", ONE_PER_FAMILY)
+def test_models_with_packed_weights_compute_what_others_do(name: str, native: NativeOps) -> None:
+    """Prompts of many rows, a few and one; every projection of every family."""
+    config, weights = checkpoint(name).config, in_16_bits(name)
+    model = build(config, weights, page_tokens=16, kv_dtype=KVDType.FP32)
+    with mock.patch.object(NativeArithmetic, "packed_forms", ()):
+        dense = build(config, weights, page_tokens=16, kv_dtype=KVDType.FP32)
+    for chunks in ((90,), (20, 5, 1)):
+        found, wanted = (Player(each).prefill(prompt(90), *chunks) for each in (model, dense))
+        torch.testing.assert_close(found, wanted, rtol=0, atol=TOLERANCE)
+
+
+def held(model: Decoder) -> list[bool]:
+    """Whether the weights of a Llama are packed: of its vocabulary and of its first layer."""
+    (layer,) = (layer for number, layer in model.layers.items() if number == 0)
+    linears = [layer.attention.qkv, layer.attention.out, layer.mlp.gate_up, layer.mlp.down]
+    weights = [model.embedding.held, model.head.linear.held, *(each.held for each in linears)]
+    return [isinstance(each, PackedWeight) for each in weights]
+
+
+def test_what_cannot_multiply_packed_weights_has_their_numbers(native: NativeOps) -> None:
+    config, weights = checkpoint("llama").config, in_16_bits("llama")
+    assert all(held(build(config, weights)))
+    with mock.patch.object(choice, "library", return_value=None):
+        without_compiler = build(config, weights)
+    others = [
+        without_compiler,
+        build(config, weights, deterministic=True),
+        build(config, weights, dtype=torch.bfloat16),
+        build(config, weights, ranks=TensorRanks(0, 2)),
+    ]
+    for model in others:
+        assert not any(held(model))
+        assert model.layers[0].attention.out.weight.dtype is model.dtype
+
+
+def test_the_default_model_stays_packed(smollm2: Checkpoint, native: NativeOps) -> None:
+    model = build(smollm2.config, smollm2.weights)
+    assert all(held(model))
+    taken = [run.data.nbytes for run in model.layers[0].attention.qkv.held.runs]
+    assert (
+        sum(taken) == model.layers[0].attention.qkv.outputs * smollm2.config["hidden_size"] * 5 / 8
+    )
