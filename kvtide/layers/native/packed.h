@@ -56,6 +56,10 @@ template <int... I>
 inline IVec counting(std::integer_sequence<int, I...>) {
   return IVec{I...};
 }
+inline IVec counting() { return counting(std::make_integer_sequence<int, W>()); }
+
+// Of 16 values, those whose numbers are in the last four bits: vectors of 16 only.
+inline Vec looked_up(Vec values, IVec numbers) { return __builtin_shuffle(values, numbers); }
 
 inline float half_at(const uint8_t* from) {
   uint16_t bits;
@@ -104,17 +108,27 @@ struct Levels {
   static constexpr int ELEMENTS = 32, HEAD = OFFSET ? 4 : 2, BYTES = HEAD + (FIFTH ? 20 : 16);
   static inline void run(Vec* to, const uint8_t* from, int) {
     const float scale = half_at(from), least = OFFSET ? half_at(from + 2) : 0.f;
-    for (int i = 0; i < VECS; i++) {
-      // The low nibbles of 16 bytes come first, then the high ones.
-      IVec level = bytes(from + BYTES - 16 + W * i % 16) >> W * i / 16 * 4 & 15;
-      if (FIFTH) level |= fifth(from + HEAD, W * i);
-      to[i] = OFFSET ? scale * floats(level) + least : scale * floats(level - (FIFTH ? 16 : 8));
+    const auto value = [=](Vec level) {
+      return OFFSET ? scale * level + least : scale * (level - (FIFTH ? 16.f : 8.f));
+    };
+    // The low nibbles of 16 bytes come first, then the high ones.
+    const uint8_t* packed = from + BYTES - 16;
+    if constexpr (W == 16 && !FIFTH) {
+      const Vec values = value(floats(counting()));
+      const IVec both = bytes(packed);
+      to[0] = looked_up(values, both), to[1] = looked_up(values, both >> 4);
+    } else {
+      for (int i = 0; i < VECS; i++) {
+        IVec level = bytes(packed + W * i % 16) >> W * i / 16 * 4 & 15;
+        if (FIFTH) level |= fifth(from + HEAD, W * i);
+        to[i] = value(floats(level));
+      }
     }
   }
   static inline IVec fifth(const uint8_t* bits, int first) {
     int32_t word;
     __builtin_memcpy(&word, bits, sizeof word);
-    return (word >> (counting(std::make_integer_sequence<int, W>()) + first) & 1) << 4;
+    return (word >> (counting() + first) & 1) << 4;
   }
 };
 
@@ -137,10 +151,16 @@ struct Runs {
     scale_and_offset(number, from + 4, &scale, &offset);
     const float by = half_at(from) * scale, off = half_at(from + 2) * offset;
     const uint8_t* nibbles = from + BYTES - 128 + number / 2 * 32;
-    for (int i = 0; i < VECS; i++) {
-      IVec level = bytes(nibbles + W * i) >> number % 2 * 4 & 15;
-      if (FIFTH) level |= (bytes(from + 16 + W * i) >> number & 1) << 4;
-      to[i] = by * floats(level) - off;
+    if constexpr (W == 16 && !FIFTH) {
+      const Vec values = by * floats(counting()) - off;
+      for (int i = 0; i < VECS; i++)
+        to[i] = looked_up(values, bytes(nibbles + W * i) >> number % 2 * 4);
+    } else {
+      for (int i = 0; i < VECS; i++) {
+        IVec level = bytes(nibbles + W * i) >> number % 2 * 4 & 15;
+        if (FIFTH) level |= (bytes(from + 16 + W * i) >> number & 1) << 4;
+        to[i] = by * floats(level) - off;
+      }
     }
   }
 };
