@@ -390,7 +390,8 @@ def test_triton_is_imported_by_kernels_alone() -> None:
         seen = {file for file in imported_files(path) if kernels in file.parents}
         assert path in offers or not seen, f"{_name(path)} imports {sorted(map(_name, seen))}"
     assert {path for path in MODULES if triton_ops in imported_files(path)} == {choice}
-    copies = {PACKAGE / "transfer" / f"{name}.py" for name in ("kernel", "row_kernel")}
+    copies = {PACKAGE / "transfer" / f"{name}.py" for name in ("copy_kernel", "row_kernel")}
+    assert copies | {triton_ops, choice} | offers <= set(MODULES)
     offering = {path for path in MODULES if copies & imported_files(path)}
     assert {path for path in offering if _room(path) == "transfer"} == {
         PACKAGE / "transfer" / "triton_copies.py"

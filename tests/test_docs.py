@@ -150,6 +150,30 @@ def test_every_module_is_named_in_a_map() -> None:
     assert unnamed == []
 
 
+def _children(package: Path) -> set[str]:
+    """A package's modules and packages, by name."""
+    found = {path.stem for path in package.glob("*.py")} - {"__init__"}
+    return found | {path.parent.name for path in package.glob("*/__init__.py")}
+
+
+def _listed(docstring: str) -> set[str]:
+    """What a docstring has at the beginning of its lines: `name`, `folder/` or `folder/name`, then
+    two spaces or a column of a table."""
+    lines = re.findall(r"^(?:\| )?((?:`[a-z_0-9/]+`(?:, )?)+)(?: {2}| \|)", docstring, re.M)
+    return {name.split("/")[0] for line in lines for name in re.findall(r"`([^`]+)`", line)}
+
+
+def test_packages_that_list_modules_list_all_of_them_and_no_others() -> None:
+    wrong = {}
+    for package in sorted(path.parent for path in PACKAGE.rglob("*/__init__.py")):
+        docstring = ast.get_docstring(ast.parse((package / "__init__.py").read_text("utf-8"))) or ""
+        listed, children = _listed(docstring), _children(package)
+        missing = children - _code_words(docstring) if len(listed) > 1 else set()
+        if not docstring or missing or listed - children:
+            wrong[package.relative_to(ROOT).as_posix()] = (missing, listed - children)
+    assert wrong == {}
+
+
 def test_only_code_of_a_map_names_a_module() -> None:
     assert _code_words("| `graphs/`, `a/b.py` | sizes, `c: d`") == {
         "graphs",

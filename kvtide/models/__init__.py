@@ -12,8 +12,9 @@ Families: `bamba`, `deepseek`, `deepseek_dsa`, `deepseek_v4`, `falcon_h1`, `gemm
 `mtp`                 drafts that a checkpoint has beside the model: its next-token layer
 `checkpoint`          a model on disk: `safetensors_folder`, or a file that `gguf` reads
 `quantized_weights`   published weights in few bits, read as numbers: `fp8`, `mxfp4`
-`deepseek_v4_names`, `multimodal`   other names of the same weights
-`tokenizer`, `token_bytes`, `chat`  text to tokens and back, and chat templates
+`renamed_weights`     weights under other names: `deepseek_v4_names`, `multimodal`
+`tokenizer`           text to tokens and back; `token_bytes` of each token
+`chat`                chat templates: `chat_templates`, `tool_templates`, `developer_role`
 `default_model`       the model to try things with
 `model_errors`        what cannot be read or used
 """

@@ -1,9 +1,9 @@
-"""Everything at once, at random, against bytes that must be right and tree that must balance.
+"""Everything at once, at random, against bytes that must be right and a tree that must balance.
 
 `Traffic` does one random thing per step: requests that begin, compute in chunks, generate and are
 aborted at any moment; copies that end in any order between the directions, layer by layer, or
-fail in every way; sessions, prefetches, flushes. After every step all tree balance, every
-readable page holds what its tokens say, every free slot is untouched, and what a lease was
+fail in every way; sessions, prefetches, flushes. After every step all counts of the tree balance,
+every readable page holds what its tokens say, every free slot is untouched, and what a lease was
 promised can be read. What `match` promises was committed before, in the same namespace, and not
 quarantined since; of pages in quarantine no lease reads more than it did by then.
 """

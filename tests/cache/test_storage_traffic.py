@@ -2,8 +2,8 @@
 
 The traffic of `test_concurrency`, with fetches that are stopped, overtaken or in quarantine, stores
 that are attached, replaced and detached at any moment, shared with another cache or not, and whose
-calls raise, hang, linger or bring wrong bytes. After every step all tree balance and every page
-that can be found, on either tier, is right byte by byte.
+calls raise, hang, linger or bring wrong bytes. After every step all counts of the tree balance, and
+every page that can be found, on either tier, is right byte by byte.
 """
 
 from __future__ import annotations

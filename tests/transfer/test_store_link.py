@@ -589,7 +589,7 @@ def test_a_store_that_answers_and_cannot_do_it_is_left_alone(desks, call: str) -
     assert desk.store.calls[call] == before + MAX_FAILURES
 
 
-def test_a_crew_that_does_not_return_counts_as_gone(desks) -> None:
+def test_threads_that_do_not_return_count_as_gone(desks) -> None:
     desk = desks()
     desk.stored(desk.pages(2))
     desk.store.always["read"] = Fault.BLOCK

@@ -5,5 +5,6 @@
 `lease_slots`      in which slots a lease's pages are
 `arrivals`         copies between tiers: begun, then landed or failed
 `imports_exports`  pages that come from a store, and pages that go to one
+`sidecar_imports`  optional sidecars that pages lack, from a store
 `quarantine`       pages that no match may find again
 """

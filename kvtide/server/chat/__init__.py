@@ -1,0 +1,1 @@
+"""What the APIs of chats share: messages, turns, and the one path from a body to a response."""

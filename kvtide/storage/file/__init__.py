@@ -12,7 +12,7 @@ Start with `file_store`. The other modules, from the disk upwards:
 `recovery`        opening a folder: merging journals, clearing away the left-overs of a crash
 `file_settings`   the settings of a URL, and failure counters
 `appends`         the way of new objects, with cap, floor and eviction
-`folder_follower` what is stored, for a process that only reads the journals
+`folder_follower`  what is stored, for a process that only reads the journals
 
 Why it is built so. A file per object costs ten times its price at 64 KiB. Slots that are reused
 need an order between a slot's last reader and its next writer, over processes. So every process
