@@ -44,6 +44,7 @@ FAULTS = {
     "WritesToTheDead": "a killed receiver fails writes",
     "WaitsForTheDead": "a receiver killed during a write fails it",
     "WritesByAnotherProcess": "a killed sender leaves a sound receiver",
+    "OutlivesItsSender": "no byte of a killed sender lands once it is silent",
     "SilentButLate": FROZEN,
     "IgnoresTheDeadline": FROZEN,
     "AliveAfterALateWrite": DURING,
