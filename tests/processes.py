@@ -1,4 +1,4 @@
-"""Processes that tests start: free ports for them, and freezing them."""
+"""Processes that tests start: free ports for them, freezing them, and what identifies them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ import os
 import signal
 import socket
 import time
+from dataclasses import replace
 from pathlib import Path
+
+from kvtide.transfer.peer.process_watch import ProcessIdentity
 
 _MAX_S = 60.0
 
@@ -25,6 +28,11 @@ def freeze(pid: int) -> None:
     while _states(pid) != {"T"}:
         assert time.monotonic() < deadline, f"threads still run: {_states(pid)}"
         time.sleep(0.001)
+
+
+def identity_of(pid: int) -> ProcessIdentity:
+    stat = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return replace(ProcessIdentity.own(), pid=pid, started=int(stat[19]))
 
 
 def _states(pid: int) -> set[str]:

@@ -17,6 +17,7 @@ from kvtide.planner.handoff_plan import (
     HandoffPlan,
     HandoffRates,
     Machines,
+    TokenWait,
     plan_handoff,
 )
 from kvtide.planner.html_page import HtmlTable
@@ -38,12 +39,12 @@ class _Option(NamedTuple):
 OPTIONS = (
     _Option("decode-step-ms", "MS", 10.0, "a decode step of a machine: Qwen3-8B on an H200"),
     _Option("decode-batch", "N", 64, "requests in that step"),
-    _Option("peer-gbps", "GB/S", 54.8, "between machines of both sides: pinned copies on an H200"),
+    _Option("peer-gbps", "GB/S", 51.2, "pages landing from another machine: Qwen3-8B on an H200"),
     _Option("chunk-tokens", "N", 8192, "tokens of a prefill step"),
     _Option("min-tokens", "N", MIN_TOKENS, "prompts that lack fewer are not handed over"),
     _Option("busy", "FRACTION", 0.7, "of the time, the most that a machine works"),
 )
-"""Defaults that were measured are in docs/benchmarks.md, Models on an H200."""
+"""Defaults that were measured are in docs/benchmarks.md: models on an H200, handoffs."""
 _RATE = "requests-per-second"
 
 
@@ -150,9 +151,13 @@ def sentences(plan: HandoffPlan) -> list[str]:
         limited = f"; its device holds no more, and {plan.rates.decode_batch} were asked for"
     return [
         f"{plan.handed_requests:,} of {plan.requests:,} requests are handed over. A decode machine "
-        f"runs {plan.batch:,} at once{limited}. First token on idle machines: "
-        f"{plan.ttft_p50_s * 1e3:,.0f} ms (p50), {plan.ttft_p99_s * 1e3:,.0f} ms (p99)."
+        f"runs {plan.batch:,} at once{limited}. On idle machines the first token comes after "
+        f"{_wait(plan.first_token)}, the second after {_wait(plan.second_token)}."
     ]
+
+
+def _wait(wait: TokenWait) -> str:
+    return f"{wait.p50_s * 1e3:,.0f} ms (p50) and {wait.p99_s * 1e3:,.0f} ms (p99)"
 
 
 def describe(plan: HandoffPlan) -> dict[str, Any]:

@@ -39,7 +39,7 @@ class HandoffRates:
 
     decode_step_s  a step of `decode_batch` running requests
     peer_bytes_s   from a prefill machine, and to a decode machine
-    chunk_tokens   pages leave chunk by chunk: the last chunk is behind the prefill
+    chunk_tokens   pages leave chunk by chunk: the last chunk's are behind the prefill
     min_tokens     prompts that lack fewer are prefilled where they are decoded
     busy           the most of the time that a machine works
     requests_s     the mean rate of requests: that many more users; None: as in the trace
@@ -88,10 +88,23 @@ class Machines:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenWait:
+    """How long requests wait for a token: half of them, and all but one in a hundred."""
+
+    p50_s: float
+    p99_s: float
+
+    @classmethod
+    def of(cls, waits: Values) -> TokenWait:
+        return cls(float(np.quantile(waits, 0.5)), float(np.quantile(waits, 0.99)))
+
+
+@dataclass(frozen=True, slots=True)
 class HandoffPlan:
     """`batch`: requests that a decode machine runs at once, which its device may limit.
 
-    TTFTs are those of idle machines: the prefill of what is lacking, and the last chunk's bytes.
+    Waits of idle machines: the first token comes with the prefill of what is lacking, before the
+    last chunk's bytes. The second comes a decode step behind these.
     """
 
     rates: HandoffRates
@@ -99,8 +112,8 @@ class HandoffPlan:
     duration_s: float
     handed_requests: int
     batch: int
-    ttft_p50_s: float
-    ttft_p99_s: float
+    first_token: TokenWait
+    second_token: TokenWait
     mean: Demand
     peak: Demand
     mean_machines: Machines
@@ -137,15 +150,16 @@ def plan_handoff(
         for busiest in (False, True)
     )
     last = handed_bytes * np.minimum(1.0, rates.chunk_tokens / np.maximum(1.0, sent))
-    ttft = load.lacking / rates.prefill_tokens_s + last / rates.peer_bytes_s
+    first = load.lacking / rates.prefill_tokens_s
+    second = first + last / rates.peer_bytes_s + rates.decode_step_s
     return HandoffPlan(
         rates,
         trace.requests,
         load.duration_s,
         int(handed.sum()),
         batch,
-        float(np.quantile(ttft, 0.5)),
-        float(np.quantile(ttft, 0.99)),
+        TokenWait.of(first),
+        TokenWait.of(second),
         mean,
         peak,
         _machines(mean, rates),

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from kvtide.engine import Finish, Request, SampledToken, Update
+from kvtide.engine.handoff.handoff_state import HandoffState
 from kvtide.models.tokenizer import Detokenizer, Tokenizer
 from kvtide.server.error_responses import error_object
 from kvtide.server.rate_estimate import RateEstimate
@@ -383,10 +384,17 @@ def _miss_reasons(requests: Sequence[Request], tokenizer: Tokenizer | None) -> l
 
 
 def _cached_tokens(request: Request) -> int:
-    """Prompt tokens that neither this server nor a prefill server had to compute."""
-    here = sum(request.by_tier.values())
-    there = sum(request.handoff.cached.values()) if request.handoff is not None else 0
-    return max(here, there)
+    """Prompt tokens that neither this server nor a prefill server computed.
+
+    A prefill server computes all that its own tiers lack, be it here or not. After a handoff that
+    failed, this server has computed what it lacks too.
+    """
+    here, handoff = sum(request.by_tier.values()), request.handoff
+    if handoff is None or handoff.first is None:
+        return here
+    there = sum(handoff.cached.values())
+    failed = handoff.state is HandoffState.FAILED
+    return min(there, here + handoff.tokens) if failed else there
 
 
 def _speculation(requests: Sequence[Request]) -> Json:

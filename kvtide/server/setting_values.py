@@ -89,6 +89,15 @@ def setting(default: Any, parse: Callable[[str], Any], text: str, metavar: str =
     return field(default=default, metadata={"parse": parse, "help": text, "metavar": metavar})
 
 
+def is_address(host: str) -> bool:
+    """Whether a host is an address; names may be anywhere."""
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return host == "localhost"
+    return True
+
+
 def is_loopback(host: str) -> bool:
     """Whether only this machine reaches a host; a name other than localhost may be anywhere."""
     if host == "localhost":

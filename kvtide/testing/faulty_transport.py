@@ -11,6 +11,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -363,6 +364,21 @@ class BlocksItsCaller(FaultyTransport):
             while not pending.poll():
                 time.sleep(LATER_S)
             return Landed()
+
+
+class OutlivesItsSender(FaultyTransport):
+    """Another process carries the bytes, as sockets do, and the death of the sender is no end."""
+
+    class link_class(LateLink):  # noqa: N801
+        def begin(self, batch: WriteBatch, timeout_s: float) -> PendingWrite:
+            batch.check(self.sizes)
+            if self.frozen() and os.fork() == 0:
+                while self.frozen():
+                    time.sleep(LATER_S)
+                with suppress(TransportError):
+                    self.link.begin(batch, timeout_s)
+                os._exit(0)
+            return super().begin(batch, timeout_s)
 
 
 class RevokesNothing(FaultyTransport):

@@ -118,11 +118,18 @@ def test_a_wanted_rate_is_so_many_more_users(memory: ModelMemory) -> None:
     assert plan_handoff(memory, at_once, [0] * 10, rates, None).mean.requests == 50.5
 
 
-def test_first_tokens_wait_for_the_prefill_and_the_last_chunk(memory: ModelMemory) -> None:
+def test_first_tokens_wait_for_the_prefill_and_second_ones_for_the_last_chunk_too(
+    memory: ModelMemory,
+) -> None:
     found = plan_handoff(memory, steady(100), [2048] * 101, RATES, None)
     each = found.mean.handed_bytes / 1.01
-    assert found.ttft_p50_s == pytest.approx(0.2048 + each * 1000 / 2048 / 1e9)
-    assert found.ttft_p99_s == pytest.approx(found.ttft_p50_s)
+    assert found.first_token.p50_s == pytest.approx(0.2048)
+    assert found.first_token.p99_s == pytest.approx(0.2048)
+    behind = each * RATES.chunk_tokens / 2048 / RATES.peer_bytes_s + RATES.decode_step_s
+    assert found.second_token.p50_s == pytest.approx(0.2048 + behind)
+    here = plan_handoff(memory, steady(100), [4096 - 255] * 101, RATES, None)
+    assert here.first_token.p99_s == pytest.approx(0.0255)
+    assert here.second_token.p50_s == pytest.approx(0.0255 + RATES.decode_step_s)
 
 
 def test_a_replay_tells_what_each_request_lacks() -> None:

@@ -193,6 +193,7 @@ NODES = Settings(tp=2, pp=2, nodes=2, rendezvous="10.0.0.1:29500")
         ({"rendezvous": "0.0.0.0:29500"}, "names no machine; use the address by which the other"),
         ({"rendezvous": "[::]:29500"}, "names no machine"),
         ({"rank_secret_file": "/nowhere/x"}, "--rank-secret-file /nowhere/x: No such file"),
+        ({"role": "prefill"}, "--handoff-host 127.0.0.1 is reached from its own node alone"),
         ({}, "leave this machine, and there is no secret; give all nodes the same --rank-secret"),
         ({"rendezvous": "somewhere.example:29500"}, "there is no secret"),
     ],

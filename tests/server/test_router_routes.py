@@ -28,6 +28,7 @@ HERE = HandoffAddress("127.0.0.1", 9000)
 PREFILL = RouterConventions(HandoffSettings(role=Role.PREFILL), HERE)
 DECODE = RouterConventions(HandoffSettings(role=Role.DECODE))
 PLAIN = RouterConventions(HandoffSettings())
+BOTH = RouterConventions(HandoffSettings(port=9000, prefill_from=("http://[::1]:1",)), HERE)
 FIRST_ASKED: Json = {
     "do_remote_decode": True,
     "do_remote_prefill": False,
@@ -226,9 +227,24 @@ def test_only_a_prefill_server_that_was_asked_first_answers_with_rooms() -> None
 
 
 def test_a_server_of_both_roles_takes_either_side() -> None:
-    both = RouterConventions(HandoffSettings(port=9000, prefill_from=("http://[::1]:1",)), HERE)
-    assert read(both, {"kv_transfer_params": FIRST_ASKED})[0].side is HandoffSide.PREFILL
-    assert read(both, transfer())[0].side is HandoffSide.DECODE
+    assert read(BOTH, {"kv_transfer_params": FIRST_ASKED})[0].side is HandoffSide.PREFILL
+    assert read(BOTH, transfer())[0].side is HandoffSide.DECODE
+
+
+def test_bootstrap_fields_tell_a_server_of_both_roles_its_side() -> None:
+    """It prefills where they name its own address, and decodes where they name another one."""
+    guarded = replace(BOTH, guarded=True)
+    for own in ("127.0.0.1", "localhost"):
+        (found,) = read(guarded, bootstrap(bootstrap_host=own))
+        assert (found.side, found.peer) == (HandoffSide.PREFILL, HERE)
+    for other in (bootstrap(port=9001), bootstrap(bootstrap_host="10.0.0.9")):
+        (found,) = read(guarded, other)
+        peer = HandoffAddress(other["bootstrap_host"], other["bootstrap_port"])
+        assert (found.side, found.peer) == (HandoffSide.DECODE, peer)
+    (found,) = read(guarded, bootstrap(port=9001, bootstrap_host="box"))
+    assert found.side is HandoffSide.DECODE
+    hands_over = RouterConventions(HandoffSettings(port=9000), HERE)
+    assert read(hands_over, bootstrap())[0].side is HandoffSide.PREFILL
 
 
 # -- what is refused ------------------------------------------------------------------------------
@@ -237,7 +253,8 @@ def test_a_server_of_both_roles_takes_either_side() -> None:
 @pytest.mark.parametrize(
     ("conventions", "body", "words"),
     [
-        (PLAIN, bootstrap(), "this one has the role both; start it with --role prefill or"),
+        (PLAIN, bootstrap(), "bootstrap_room names pages of another server, and this one receives"),
+        (BOTH, bootstrap(bootstrap_host="box"), "may be this server or another one; give the"),
         (PLAIN, {"kv_transfer_params": FIRST_ASKED}, "hands no pages over; start it with --role"),
         (PLAIN, transfer(), "this one receives none; start it with --role decode"),
         (PREFILL, transfer(), "this one receives none"),

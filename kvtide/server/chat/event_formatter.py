@@ -17,7 +17,14 @@ from kvtide.server.service import ResponseStream
 from kvtide.server.tools.output_events import OutputEvent
 from kvtide.spec import ModelMemory
 
-_DETAILS = ("cached_tokens_details", "miss_reasons", "storage_fetches", "timing", "speculation")
+_COUNTS = frozenset(
+    {
+        *("prompt_tokens", "prompt_tokens_details"),
+        *("completion_tokens", "completion_tokens_details"),
+        "total_tokens",
+    }
+)
+"""What OpenAI's usage counts; all else in it are details."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +141,7 @@ class EventFormatter:
             written=max(0, kept - cached),
             output=usage["completion_tokens"],
             reasoning=self._reasoning,
-            details={name: usage[name] for name in _DETAILS if name in usage},
+            details={name: given for name, given in usage.items() if name not in _COUNTS},
         )
 
 

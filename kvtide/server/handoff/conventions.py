@@ -6,6 +6,7 @@
 
 Several prompts, or `n` choices of one, have lists instead, with a room each. A router that retries
 takes new rooms. It forwards the decode side's response, once the prefill side has begun its own.
+A server of both roles is the side that host and port name: it prefills where they are its own.
 
 **KV transfer** (`vllm-router`). The prefill side is asked first, for one token:
 
@@ -35,7 +36,7 @@ from kvtide.server.handoff.handoff_fields import (
 )
 from kvtide.server.handoff.handoff_settings import HandoffSettings, Role
 from kvtide.server.request_parsing import Fields
-from kvtide.server.setting_values import is_loopback
+from kvtide.server.setting_values import is_address, is_loopback
 
 BOOTSTRAP = ("bootstrap_host", "bootstrap_port", "bootstrap_room")
 KV_TRANSFER = "kv_transfer_params"
@@ -92,24 +93,44 @@ class RouterConventions:
     # -- bootstrap --------------------------------------------------------------------------
 
     def _bootstrap(self, body: Fields, prompts: int, n: int) -> tuple[HandoffFields | None, ...]:
-        role = self.settings.role
-        if role is Role.BOTH:
-            raise _refusal(
-                "bootstrap_room is for a prefill and a decode server, and this one has the role "
-                "both; start it with --role prefill or --role decode",
-                "bootstrap_room",
-            )
         hosts, ports, rooms = (_each(body.get(name), name, prompts, n) for name in BOOTSTRAP)
-        side = HandoffSide(role.value)
         found: list[HandoffFields | None] = []
         for host, port, room in zip(hosts, ports, rooms, strict=True):
             if host is room is None:
                 found.append(None)
                 continue
+            side = self._side(host, port)
+            if side is HandoffSide.DECODE:
+                self._check_receiving("bootstrap_room")
             peer = self._listening() if side is HandoffSide.PREFILL else self._peer(host, port)
             named = _room(room, "bootstrap_room")
             found.append(HandoffFields(side, peer, named, Convention.BOOTSTRAP))
         return tuple(found)
+
+    def _side(self, host: object, port: object) -> HandoffSide:
+        """What this server does for a room of a prefill server."""
+        if self.settings.role is not Role.BOTH:
+            return HandoffSide(self.settings.role.value)
+        own = self.address
+        if own is None or port != own.port or not isinstance(host, str):
+            return HandoffSide.DECODE
+        if host == own.host or (is_loopback(host) and is_loopback(own.host)):
+            return HandoffSide.PREFILL
+        if not is_address(host):
+            raise _refusal(
+                f"bootstrap_host is {host!r}, which may be this server or another one; give the "
+                "router the address of --handoff-host",
+                "bootstrap_host",
+            )
+        return HandoffSide.DECODE
+
+    def _check_receiving(self, param: str) -> None:
+        if not self.settings.receives:
+            raise _refusal(
+                f"{param} names pages of another server, and this one receives none; start it "
+                "with --role decode, or with --prefill-from",
+                param,
+            )
 
     def _listening(self) -> HandoffAddress:
         if self.address is None:
@@ -165,12 +186,7 @@ class RouterConventions:
     def _kv_decode(
         self, transfer: Fields, prompts: int, n: int
     ) -> tuple[HandoffFields | None, ...]:
-        if not self.settings.receives:
-            raise _refusal(
-                f"{KV_TRANSFER} name pages of another server, and this one receives none; start "
-                "it with --role decode, or with --prefill-from",
-                KV_TRANSFER,
-            )
+        self._check_receiving(KV_TRANSFER)
         peer = self._peer(transfer.get("remote_host"), transfer.get("remote_port"), "remote")
         rooms = _each(transfer.get("remote_rooms"), "remote_rooms", prompts, n)
         side, convention = HandoffSide.DECODE, Convention.KV_TRANSFER

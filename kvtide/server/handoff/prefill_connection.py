@@ -3,17 +3,22 @@
 A thread of its own delivers the engine's messages, so that no step waits for a connection. Another
 thread opens the connection, so that no request waits long for a peer that does not answer.
 
-| seen here                         | reported to the engine                                  |
-|-----------------------------------|---------------------------------------------------------|
-| no connection within `patience_s` | Failed, silent: the peer never got the slots            |
-| nothing landed for `timeout_s`    | Failed, not silent; the engine answers with StopWriting |
-| the connection ends               | Failed, not silent, for all that may still be written   |
-| memory revoked, or peer is gone   | Silent                                                  |
+| seen here                          | reported to the engine                                  |
+|------------------------------------|---------------------------------------------------------|
+| no connection within `patience_s`  | Failed, silent: the peer never got the slots            |
+| nothing landed for `timeout_s`     | Failed, not silent; the engine answers with StopWriting |
+| the connection ends                | Failed, not silent, for all that may still be written   |
+| memory revoked                     | Silent                                                  |
+| it cannot be, and the peer is gone | Silent                                                  |
 
 Slots that a peer was sent are *unsilent* from the end of their handoff until the peer says that it
-writes no more, is gone, or has lost its access to the memory. A frozen peer keeps them until then.
+writes no more, has lost its access to the memory, or is gone. A frozen peer keeps them until then.
 A peer that is connected and does not say so for `timeout_s` is disconnected: that lets the memory
 be revoked.
+
+The end of the peer's processes counts only where the transport cannot revoke: its sender writes
+by itself. Bytes in a network's sockets land after their sender's end, on one machine too. A server
+that listens at the same address later speaks for itself alone.
 """
 
 from __future__ import annotations
@@ -75,10 +80,12 @@ class OwnSide(Protocol):
 
 
 class _Channel:
-    """A channel, and the peer's processes if they are on this machine: the dead write no more."""
+    """A channel, and the peer's processes if they are on this machine."""
 
     def __init__(self, channel: Channel) -> None:
         self.channel = channel
+        self.lost = False
+        """Set when the channel's end has been dealt with."""
         self._watches: list[ProcessWatch] = []
         self._is_watched = False
         own = ProcessIdentity.own()
@@ -93,6 +100,11 @@ class _Channel:
     @property
     def peer_is_gone(self) -> bool:
         return self._is_watched and not any(watch.alive() for watch in self._watches)
+
+    def is_same_server(self, other: _Channel) -> bool:
+        """Whether the processes at the other end are those of another connection."""
+        here, there = (one.channel.hello.get("processes") for one in (self, other))
+        return other is self or bool(here == there)
 
     def close(self) -> None:
         while self._watches:
@@ -138,11 +150,14 @@ class PrefillConnection:
         self._opening_since: float | None = None
         self._next_try = 0.0
         self._descriptors: list[Json] | None = None
+        self._can_revoke = True
+        """Until the transport has answered otherwise."""
         self._ask: Ask | None = None
         self._waiting: list[_Waiting] = []
         self._lock = threading.Lock()
         self._sent: dict[int, _SentSlots] = {}
         self._unsilent: dict[int, _SentSlots] = {}
+        self._revocations = 0
         self._idle_since = time.monotonic()
         self._closing = False
         self._thread = threading.Thread(target=self._work, name="kvtide-peer", daemon=True)
@@ -162,6 +177,7 @@ class PrefillConnection:
             "connected": self.connected,
             "in_flight": self.in_flight,
             "unsilent": len(self._unsilent),
+            "revocations": self._revocations,
             "last_error": self.last_error,
         }
 
@@ -229,7 +245,7 @@ class PrefillConnection:
         if self.connected:
             self._send(messages)
             return
-        if self._opening_since is None and now >= self._next_try:
+        if self._may_open():
             self._open()
         if self._opening_since is not None and now - self._opening_since < self._patience_s:
             self._waiting.append(_Waiting(messages, now))
@@ -263,14 +279,30 @@ class PrefillConnection:
             if sent is not None:
                 sent.since = time.monotonic()
                 self._unsilent[epoch] = sent
-            unsilent = epoch in self._unsilent
-        if not unsilent:  # It never got these slots, or has ended.
+            unsilent = self._unsilent.get(epoch)
+        if unsilent is None:  # It never got these slots, or has ended.
             self._waiting = [each for each in self._waiting if not _reserves(each, epoch)]
             self._report(Silent(room, epoch))
+            self._send_now(Done(room, epoch))
+        elif self._is_known(unsilent):
+            self._send_now(message)
+
+    def _send_now(self, message: Message) -> None:
+        """Send over the connection that there is, or not at all."""
         if self.connected:
-            self._send((message if unsilent else Done(room, epoch),))
+            self._send((message,))
 
     # -- the connection ---------------------------------------------------------------------
+
+    def _may_open(self) -> bool:
+        """What the former connection left unsilent is known first, so that it can be revoked."""
+        former = self._connection
+        ready = self._opening_since is None and (former is None or former.lost)
+        return ready and time.monotonic() >= self._next_try
+
+    def _is_known(self, sent: _SentSlots) -> bool:
+        """Whether the connected server is the one that was sent the slots."""
+        return self._connection is not None and self._connection.is_same_server(sent.over)
 
     def _open(self) -> None:
         """Begin to connect."""
@@ -291,10 +323,9 @@ class PrefillConnection:
         self._queue.put(opened)
 
     def _connected(self) -> Channel:
-        side, unsilent = self._side, list(self._unsilent)
-        if unsilent and (renewed := side.revoke(self.address)) is not None:
-            self._descriptors = renewed
-            self._silent(unsilent)
+        side = self._side
+        if self._unsilent and self._can_revoke:
+            self._revoke()
         if self._descriptors is None:
             self._descriptors = side.expose(self.address)
         host, _, port = self.address.rpartition(":")
@@ -306,6 +337,15 @@ class PrefillConnection:
             timeout_s=CONNECT_S,
             silence_s=self._patience_s,
         )
+
+    def _revoke(self) -> None:
+        unsilent = list(self._unsilent)
+        renewed = self._side.revoke(self.address)
+        self._can_revoke = renewed is not None
+        if renewed is not None:
+            self._descriptors = renewed
+            self._revocations += 1
+            self._silent(unsilent)
 
     def _opened(self, opened: _Opened) -> None:
         self._opening_since = None
@@ -324,11 +364,12 @@ class PrefillConnection:
         if self._connection is not None:
             self._former.append(self._connection)
         self._connection = connection
-        opened.channel.start(self._hear, partial(self._lost, connection))
+        opened.channel.start(partial(self._hear, connection), partial(self._lost, connection))
         log.info("handoff: prefill server %s is connected", self.address)
         for epoch, sent in list(self._unsilent.items()):
             sent.since = time.monotonic()
-            self._send((StopWriting(sent.room, epoch),))
+            if self._is_known(sent):
+                self._send((StopWriting(sent.room, epoch),))
         for each in waiting:
             self._send(each.messages)
 
@@ -345,13 +386,14 @@ class PrefillConnection:
                 del self._sent[epoch]
                 sent.since = now
                 self._unsilent[epoch] = sent
+        connection.lost = True
         for epoch, sent in lost.items():
             self._report(Failed(sent.room, epoch, f"the prefill server is lost: {reason}", False))
         self._side.lost(self.address)
 
     # -- from the peer ----------------------------------------------------------------------
 
-    def _hear(self, values: Json) -> None:
+    def _hear(self, connection: _Channel, values: Json) -> None:
         """On the channel's thread; an error closes the channel."""
         message = from_json(values)
         if not isinstance(message, (Written, First, Complete, Failed, Silent)):
@@ -359,8 +401,9 @@ class PrefillConnection:
         with self._lock:
             epoch = message.epoch
             sent = self._sent.get(epoch)
-            if sent is None and epoch not in self._unsilent:
-                return  # It has ended, or was another peer's.
+            known = sent or self._unsilent.get(epoch)
+            if known is None or not connection.is_same_server(known.over):
+                return  # It has ended, or was another server's.
             if sent is not None:
                 sent.since = time.monotonic()
             if isinstance(message, Silent) or (isinstance(message, Failed) and message.silent):
@@ -387,20 +430,22 @@ class PrefillConnection:
                     sent.failed = True
                     reason = f"prefill server {self.address}: nothing came for {timeout_s:g} s"
                     self._report(Failed(sent.room, epoch, reason, silent=False))
-            mute = any(now - sent.since > timeout_s for sent in self._unsilent.values())
+            mute = any(
+                now - sent.since > timeout_s and self._is_known(sent)
+                for sent in self._unsilent.values()
+            )
         if mute and self.connected and self._connection is not None:
             self._connection.channel.close(f"no silence within {timeout_s:g} s")
 
     def _confirm_silence(self) -> None:
-        """Slots whose peer is gone go back; for others it is asked, once there is a connection."""
+        """A lost peer's slots go back when it is gone, or by the next attempt to connect to it."""
         self._confirm_gone()
-        may_try = self._opening_since is None and time.monotonic() >= self._next_try
-        if self._unsilent and not self.connected and may_try:
+        if self._unsilent and not self.connected and self._may_open():
             self._open()
 
     def _confirm_gone(self) -> None:
         with self._lock:
-            unsilent = dict(self._unsilent)
+            unsilent = {} if self._can_revoke else dict(self._unsilent)
         self._silent([epoch for epoch, sent in unsilent.items() if sent.over.peer_is_gone])
         with self._lock:
             in_use = [sent.over for sent in (*self._unsilent.values(), *self._sent.values())]

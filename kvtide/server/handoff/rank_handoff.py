@@ -123,11 +123,11 @@ class RankHandoff:
             self._listener = Listener(
                 host, 0, lambda hello: {}, self._hear_rank, secret=secret.encode()
             )
-            place = {"port": self._listener.port, "secret": secret}
+            place = {"host": host, "port": self._listener.port, "secret": secret}
         place = self._exchanged(place)[LEADER]
         if self._topology.rank != LEADER:
             known = place["secret"].encode()
-            self._to_leader = connect(host, place["port"], {}, secret=known)
+            self._to_leader = connect(place["host"], place["port"], {}, secret=known)
             self._to_leader.start(lambda message: None, lambda reason: None)
 
     def _hear_rank(self, channel: Channel) -> None:

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
 from kvtide.server.ranks.rank_channels import MeetingPlace
-from kvtide.server.setting_values import SettingsError, read_secret
+from kvtide.server.setting_values import SettingsError, is_loopback, read_secret
 from kvtide.server.settings import Settings, flag
 
 SECRET_VARIABLE = "KVTIDE_RANK_SECRET"
@@ -97,6 +97,19 @@ def _check(settings: Settings) -> None:
     if ranks % nodes:
         raise SettingsError(
             f"{ranks} ranks do not divide over {nodes} nodes; use --tp and --pp whose product does"
+        )
+    _check_handoffs(settings)
+
+
+def _check_handoffs(settings: Settings) -> None:
+    """Ranks of other nodes report to the leader, and peers reach every rank."""
+    handoff = settings.handoff
+    if settings.rendezvous is None or not (handoff.listens or handoff.receives):
+        return
+    if is_loopback(handoff.host) and not is_loopback(parse_place(settings.rendezvous)[0]):
+        raise SettingsError(
+            f"--handoff-host {handoff.host} is reached from its own node alone, and the ranks are "
+            f"on {settings.nodes}; give every node the address by which the others reach it"
         )
 
 

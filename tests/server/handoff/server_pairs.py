@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
+import pytest
+
 from tests.processes import free_port, freeze
 from tests.server.serving import PAGE, ForkedChild
 from tests.server.talking import Client, Open
@@ -22,6 +24,8 @@ Wanted = Callable[[Json], object]
 PATH = "/v1/completions"
 DEADLINE_S = 60.0
 POLL_S = 0.005
+CLOSE = 1e-5
+"""How far logprobs of tensor ranks may be from those of one rank."""
 PATIENCE_S = 300.0
 """How long a server may take until it listens."""
 COMMON = ("--deterministic", "--page-tokens", str(PAGE), "--storage", "none")
@@ -214,6 +218,14 @@ def read(request: Open) -> Json:
 def answer(found: Json) -> str:
     """All that a client may not be able to tell apart."""
     return json.dumps(found["choices"], sort_keys=True)
+
+
+def assert_close(found: Json, wanted: Json) -> None:
+    """The same tokens, and logprobs as of sums in another order."""
+    for ours, theirs in zip(found["choices"], wanted["choices"], strict=True):
+        assert ours["token_ids"] == theirs["token_ids"]
+        here, there = (each["logprobs"]["token_logprobs"] for each in (ours, theirs))
+        assert here == pytest.approx(there, abs=CLOSE)
 
 
 def handoff_of(found: Json) -> Json:

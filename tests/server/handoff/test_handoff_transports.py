@@ -11,10 +11,10 @@ from typing import ClassVar
 
 import pytest
 
-from kvtide.transfer.peer.transport import TransportUnavailableError
-from kvtide.transfer.peer.transport_registry import TRANSPORTS, open_transport
+from kvtide.transfer.peer.transport_registry import TRANSPORTS
 from tests.server.handoff.server_pairs import COMMON, ServerPair, answer, ask, handoff_of
 from tests.server.serving import PAGE, VOCABULARY, InProcess
+from tests.transfer.peer.libraries import needs
 
 
 class FakeEngine:
@@ -54,10 +54,7 @@ def test_the_library_sees_protocol_and_devices(
 @pytest.mark.full
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_servers_hand_over_by_every_transport(transport: str, model_folder: Path) -> None:
-    try:
-        open_transport(transport).close()
-    except TransportUnavailableError as missing:
-        pytest.skip(str(missing))
+    needs(transport)
     rng = random.Random(11)
     common = (*COMMON, "--handoff-transport", transport)
     with ServerPair(model_folder, common=common) as pair:

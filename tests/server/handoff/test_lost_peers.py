@@ -1,4 +1,5 @@
-"""Servers of a handoff that are killed or frozen, and clients that hang up, at every state.
+"""Servers of a handoff that are killed or frozen, and clients that hang up, at every state, over
+every transport.
 
 The link is slow, so that a handoff can be caught at any state. Whatever happens to the prefill
 server, clients of the decode server get the answer of one server. Whatever happens to either, the
@@ -16,8 +17,7 @@ from typing import Self
 import pytest
 
 from kvtide.server.settings import Settings
-from kvtide.transfer.peer.transport import TransportUnavailableError
-from kvtide.transfer.peer.transport_registry import TRANSPORTS, open_transport
+from kvtide.transfer.peer.transport_registry import TRANSPORTS
 from tests.server.handoff.server_pairs import (
     COMMON,
     LOST,
@@ -29,6 +29,7 @@ from tests.server.handoff.server_pairs import (
     read,
 )
 from tests.server.serving import PAGE, VOCABULARY, InProcess
+from tests.transfer.peer.libraries import needs
 
 STATES = ("offered", "reserved", "streaming", "landed", "decoding")
 TOLD = ("reserved", "streaming")
@@ -63,7 +64,7 @@ def alone(model_folder: Path) -> Iterator[InProcess]:
     server.close()
 
 
-def slow_pair(model: Path, transport: str = "shm") -> ServerPair:
+def slow_pair(model: Path, transport: str) -> ServerPair:
     timeout = ("--handoff-timeout-seconds", str(TIMEOUT_S))
     chunk = ("--chunk-tokens", str(CHUNK_PAGES * PAGE))
     return ServerPair(
@@ -74,9 +75,24 @@ def slow_pair(model: Path, transport: str = "shm") -> ServerPair:
     )
 
 
+slow = pytest.mark.full
+CANNOT_REVOKE = ("shm",)
+"""A frozen prefill server keeps its slots over these."""
+
+
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(name, marks=() if name == "shm" else slow) for name in TRANSPORTS],
+)
+def transport(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    needs(name)
+    return name
+
+
 @pytest.fixture(scope="module")
-def servers(model_folder: Path) -> Iterator[ServerPair]:
-    with slow_pair(model_folder) as pair:
+def servers(model_folder: Path, transport: str) -> Iterator[ServerPair]:
+    with slow_pair(model_folder, transport) as pair:
         yield pair
 
 
@@ -189,8 +205,9 @@ def test_a_prefill_server_that_is_killed_costs_no_answer(
 @pytest.mark.parametrize("state", STATES)
 @pytest.mark.parametrize("ends", ["thawed", "killed"])
 def test_a_prefill_server_that_is_frozen_keeps_its_slots_until_it_is_silent(
-    pair: ServerPair, alone: InProcess, state: str, ends: str
+    pair: ServerPair, alone: InProcess, transport: str, state: str, ends: str
 ) -> None:
+    """It loses its access to them where the transport can revoke it."""
     with Caught(pair, state) as caught:
         pair.prefill.freeze()
         found = answered(caught, alone)
@@ -198,7 +215,10 @@ def test_a_prefill_server_that_is_frozen_keeps_its_slots_until_it_is_silent(
     assert report["violations"] == []
     if state in TOLD:
         assert handoff_of(found)["state"] == "failed"
-        assert report["handoff"]["quarantined"]["slots"] > 0
+        if transport in CANNOT_REVOKE:
+            assert report["handoff"]["quarantined"]["slots"] > 0
+        else:
+            pair.decode.settled()
     assert handoff_of(served(pair, alone)).get("state") != "decoding"
     if ends == "thawed":
         pair.prefill.thaw()
@@ -251,61 +271,30 @@ def test_a_decode_server_that_is_frozen_does_not_hold_the_prefill_server(
     until_handed_over(pair)
 
 
-# -- over a network -------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def distant(model_folder: Path, transport: str) -> Iterator[ServerPair]:
-    """Servers whose pages go through a library's sockets."""
-    try:
-        open_transport(transport).close()
-    except TransportUnavailableError as missing:
-        pytest.skip(str(missing))
-    with slow_pair(model_folder, transport) as pair:
-        until_handed_over(pair)
-        yield pair
-        until_handed_over(pair)
-        pair.settled()
-
-
-OVER_A_NETWORK = [name for name in TRANSPORTS if name != "shm"]
+# -- both -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("transport", OVER_A_NETWORK)
-@pytest.mark.parametrize("ends", ["killed", "frozen"])
-def test_a_distant_prefill_server_that_is_lost_holds_no_slots(
-    distant: ServerPair, alone: InProcess, transport: str, ends: str
+@pytest.mark.parametrize("state", TOLD)
+def test_slots_of_a_dead_prefill_server_are_revoked_before_they_are_used_again(
+    pair: ServerPair, alone: InProcess, transport: str, state: str
 ) -> None:
-    """Its writes are revoked with the memory's registration, also while it is frozen."""
-    with Caught(distant, "streaming") as caught:
-        if ends == "killed":
-            distant.prefill.kill()
-        else:
-            distant.prefill.freeze()
+    """It dies while the decode server is frozen, and bytes wait in that one's sockets."""
+    (address,) = (name for name, peer in peers(pair).items() if peer["connected"])
+    before = peers(pair)[address]["revocations"]
+    with Caught(pair, state) as caught:
+        pair.decode.freeze()
+        pair.prefill.kill()
+        pair.decode.thaw()
         found = answered(caught, alone)
     assert handoff_of(found)["state"] == "failed"
-    distant.decode.settled()
-    assert handoff_of(served(distant, alone)).get("state") != "decoding"
-    distant.restore()
+    pair.decode.settled()
+    revoked = peers(pair)[address]["revocations"] - before
+    assert revoked == 0 if transport in CANNOT_REVOKE else revoked > 0
+    served(pair, alone)
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("transport", OVER_A_NETWORK)
-@pytest.mark.parametrize("ends", ["killed", "frozen"])
-def test_a_distant_decode_server_that_is_lost_holds_nothing_of_the_other(
-    distant: ServerPair, alone: InProcess, transport: str, ends: str
-) -> None:
-    with Caught(distant, "streaming") as caught:
-        if ends == "killed":
-            distant.decode.kill()
-            with pytest.raises(LOST):
-                read(caught.request)
-        else:
-            distant.decode.freeze()
-        distant.prefill.settled()
-        tokens = prompt(FEW)
-        assert answer(ask(distant.prefill.client, tokens)) == answer(ask(alone.client, tokens))
-        distant.restore()
-        if ends == "frozen":
-            answered(caught, alone)
+def peers(pair: ServerPair) -> dict[str, Json]:
+    """The prefill servers as the decode server sees them, by address."""
+    found: dict[str, Json] = pair.decode.handoff()["prefill_servers"]
+    return found

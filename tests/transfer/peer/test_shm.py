@@ -24,7 +24,7 @@ from kvtide.transfer.peer.transport import (
     WriteBatch,
     write,
 )
-from tests.processes import freeze
+from tests.processes import freeze, identity_of
 
 DEADLINE_S = 60.0
 
@@ -158,13 +158,8 @@ def test_another_user_is_told_what_is_missing(transport: SharedMemory, arena: Ar
 # -- the death of a process -----------------------------------------------------------------
 
 
-def _identity(pid: int) -> ProcessIdentity:
-    stat = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return dataclasses.replace(ProcessIdentity.own(), pid=pid, started=int(stat[19]))
-
-
 def test_a_death_is_seen_and_a_freeze_is_none(sleeper: subprocess.Popen) -> None:
-    watch = ProcessWatch(_identity(sleeper.pid))
+    watch = ProcessWatch(identity_of(sleeper.pid))
     assert watch.alive()
     freeze(sleeper.pid)
     assert watch.alive()

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from functools import cache
 from itertools import product
 
 import pytest
 
 from kvtide.testing import faulty_transport
 from kvtide.transfer.peer.conformance import transport_conformance
-from kvtide.transfer.peer.conformance.conformance_peer import Trial
 from kvtide.transfer.peer.conformance.failure_checks import FAILURE_CHECKS
 from kvtide.transfer.peer.conformance.sound_checks import SOUND_CHECKS
 from kvtide.transfer.peer.conformance.transport_conformance import CHECKS, name_of, run_check
-from kvtide.transfer.peer.transport import TransportUnavailableError
+from tests.transfer.peer.libraries import needs
 
 FAULTY = "kvtide.testing.faulty_transport"
 NO_REVOCATION = "it declares that it cannot revoke"
@@ -44,6 +42,7 @@ FAULTS = {
     "WritesToTheDead": "a killed receiver fails writes",
     "WaitsForTheDead": "a receiver killed during a write fails it",
     "WritesByAnotherProcess": "a killed sender leaves a sound receiver",
+    "OutlivesItsSender": "no byte of a killed sender lands once it is silent",
     "SilentButLate": FROZEN,
     "IgnoresTheDeadline": FROZEN,
     "AliveAfterALateWrite": DURING,
@@ -70,26 +69,6 @@ def _found_by() -> list[object]:
 
 
 slow = pytest.mark.full
-
-
-@cache
-def _refusal(transport: str) -> str:
-    """Why a transport is not to be had here; asked in another process, as libraries read the
-    environment once."""
-    trial = Trial(transport)
-    try:
-        trial.sender()
-    except TransportUnavailableError as error:
-        return str(error)
-    finally:
-        trial.close()
-    return ""
-
-
-def needs(transport: str) -> None:
-    """Skip if the library of a transport is not installed here."""
-    if refusal := _refusal(transport):
-        pytest.skip(refusal)
 
 
 @pytest.mark.parametrize(("fault", "check"), _found_by())

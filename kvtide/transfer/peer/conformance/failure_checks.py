@@ -23,6 +23,8 @@ from kvtide.transfer.peer.process_watch import ProcessWatch
 MIB = 1 << 20
 TIMEOUT_S = 3.0
 """Of writes to peers that are killed or frozen."""
+FILL_S = 0.5
+"""So long a sender writes to a frozen receiver: what lies between them takes bytes."""
 LATER_S = 10.0
 """So much later a write must have ended, however busy the machine."""
 FREE_WRITES = 3
@@ -176,6 +178,29 @@ def a_killed_sender_leaves_a_sound_receiver(trial: Trial) -> Iterator[str]:
     yield from _next_sender(trial, pair.receiver, descriptor)
 
 
+def no_byte_of_a_killed_sender_lands_once_it_is_silent(trial: Trial) -> Iterator[str]:
+    """The receiver is frozen while the sender writes and is killed. It revokes when it continues;
+    where it cannot, the sender's death alone has to end the writes."""
+    pair = trial.pair(16 * MIB, source_bytes=16 * MIB)
+    yield from pair.land(TrialRows.of([0], [0], [100]), "a first write")
+    watch = ProcessWatch(pair.sender.ask("identity"))
+    pair.receiver.freeze()
+    pair.sender.tell("write", pair.link, WHOLE, TIMEOUT_S)
+    time.sleep(FILL_S)
+    pair.sender.kill()
+    until(lambda: not watch.alive(), "the sender's death is seen")
+    watch.close()
+    before = pair.receiver.snapshot()
+    pair.receiver.tell("revoke")
+    pair.receiver.resume()
+    descriptor = pair.receiver.answer()
+    if descriptor is None:
+        yield from _no_byte_lands(pair.receiver, "after the sender was dead", before)
+    else:
+        yield from _no_byte_lands(pair.receiver, "after a killed sender was revoked")
+    yield from _next_sender(trial, pair.receiver, descriptor or pair.receiver.descriptor)
+
+
 def _next_sender(
     trial: Trial, receiver: ReceiverProcess, descriptor: dict[str, object]
 ) -> Iterator[str]:
@@ -247,6 +272,7 @@ FAILURE_CHECKS = (
     a_link_may_be_closed_during_a_write,
     a_frozen_receiver_holds_up_no_other,
     a_killed_sender_leaves_a_sound_receiver,
+    no_byte_of_a_killed_sender_lands_once_it_is_silent,
     no_byte_of_a_failed_write_lands_after_a_revocation,
     no_byte_of_a_frozen_sender_lands_after_a_revocation,
     an_old_link_is_dead_after_a_revocation,
