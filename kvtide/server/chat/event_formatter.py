@@ -17,6 +17,10 @@ from kvtide.server.service import ResponseStream
 from kvtide.server.tools.output_events import OutputEvent
 from kvtide.spec import ModelMemory
 
+GRAMMAR_ERROR = (
+    "the answer exceeded a limit of its grammar; simplify its schema or regular expression"
+)
+"""Of an output that ended with `Finish.ERROR`."""
 _DETAILS = ("cached_tokens_details", "miss_reasons", "storage_fetches", "timing", "speculation")
 
 
@@ -70,7 +74,8 @@ class EventWriter(Protocol):
         """The service ended before the output did."""
 
     def whole(self) -> Json:
-        """The answer in one piece, after `closing`."""
+        """The answer in one piece, after `closing`; raises an HTTP error for one that failed,
+        where the API has no object for it."""
 
 
 class EventFormatter:
