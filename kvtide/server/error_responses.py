@@ -11,7 +11,10 @@ Those of `/v1/messages` have Anthropic's shape (`messages_errors`).
 | an unknown route      | 404    | invalid_request_error | unknown_url                             |
 | another method        | 405    | invalid_request_error | method_not_supported                    |
 | `ServiceEndedError`   | 503    | server_error          | null                                    |
+| a grammar's limit (a) | 500    | server_error          | null                                    |
 | anything else         | 500    | server_error          | null                                    |
+
+(a) Of `/v1/messages`. Other APIs have words for an answer that failed.
 
 `code` is null where OpenAI has no name for an error. `param` is the field at fault, if it is one.
 """

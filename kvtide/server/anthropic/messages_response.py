@@ -1,10 +1,11 @@
 """An output as Anthropic's message: server-sent events, and the message that they add up to.
 
     message_start ping (content_block_start content_block_delta… content_block_stop)…
-    message_delta message_stop
+    message_delta message_stop | error
 
 Reasoning is a block of type thinking, a call a block of type tool_use. `message_start` comes with
-the first token, when it is known how much of the prompt was cached.
+the first token, when it is known how much of the prompt was cached. An output that failed ends with
+`error`; in one piece it is an error of status 500.
 """
 
 from __future__ import annotations
@@ -12,10 +13,12 @@ from __future__ import annotations
 import json
 import secrets
 
+from aiohttp import web
+
 from kvtide.engine import Finish
 from kvtide.server.anthropic.messages_errors import messages_error
 from kvtide.server.chat.chat_turns import Json
-from kvtide.server.chat.event_formatter import Ending, TokenCounts
+from kvtide.server.chat.event_formatter import GRAMMAR_ERROR, Ending, TokenCounts
 from kvtide.server.tools.output_events import (
     CallArguments,
     CallBegin,
@@ -45,6 +48,7 @@ class MessageWriter:
         }
         self._open: Json | None = None
         self._arguments = ""
+        self._failed = False
 
     def opening(self) -> list[Json]:
         return []
@@ -73,6 +77,9 @@ class MessageWriter:
                 return self._stop()
 
     def closing(self, ending: Ending) -> list[Json]:
+        if ending.finish is Finish.ERROR:
+            self._failed = True
+            return [self.failed(500, GRAMMAR_ERROR)]
         events = self._stop()
         message, usage = self._message, _usage(ending.counts)
         message["stop_reason"] = self._stop_reason(ending)
@@ -89,6 +96,8 @@ class MessageWriter:
         return messages_error(status, message)
 
     def whole(self) -> Json:
+        if self._failed:
+            raise web.HTTPInternalServerError(text=GRAMMAR_ERROR)
         return self._message
 
     # -- blocks -----------------------------------------------------------------------------

@@ -25,6 +25,10 @@ _COUNTS = frozenset(
     }
 )
 """What OpenAI's usage counts; all else in it are details."""
+GRAMMAR_ERROR = (
+    "the answer exceeded a limit of its grammar; simplify its schema or regular expression"
+)
+"""Of an output that ended with `Finish.ERROR`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +81,8 @@ class EventWriter(Protocol):
         """The service ended before the output did."""
 
     def whole(self) -> Json:
-        """The answer in one piece, after `closing`."""
+        """The answer in one piece, after `closing`; raises an HTTP error for one that failed,
+        where the API has no object for it."""
 
 
 class EventFormatter:

@@ -11,6 +11,7 @@
 | function_call | function_call_arguments.delta… function_call_arguments.done                     |
 
 Every event has a `sequence_number`. `warnings` of a response are sentences about what was ignored.
+A response that failed is not stored.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from collections.abc import Callable
 
 from kvtide.engine import Finish
 from kvtide.server.chat.chat_turns import Json
-from kvtide.server.chat.event_formatter import Ending, TokenCounts
+from kvtide.server.chat.event_formatter import GRAMMAR_ERROR, Ending, TokenCounts
 from kvtide.server.responses.responses_request import ResponsesRequest
 from kvtide.server.tools.output_events import (
     CallArguments,
@@ -91,9 +92,14 @@ class ResponsesWriter:
                 return self._done()
 
     def closing(self, ending: Ending) -> list[Json]:
+        response = self._response
+        if ending.finish is Finish.ERROR:
+            events = self._done("incomplete")
+            response["usage"] = _usage(ending.counts)
+            response["store"] = False
+            return [*events, self.failed(500, GRAMMAR_ERROR)]
         cut = ending.finish is Finish.LENGTH
         events = self._done("incomplete" if cut else "completed")
-        response = self._response
         response["status"] = "incomplete" if cut else "completed"
         if cut:
             response["incomplete_details"] = {"reason": "max_output_tokens"}
