@@ -186,6 +186,11 @@ class Place(pydantic.BaseModel):
     [
         "required",
         pytest.param({"type": "function", "name": "weather"}, marks=pytest.mark.full),
+        {
+            "type": "allowed_tools",
+            "mode": "required",
+            "tools": [{"type": "function", "name": "weather"}],
+        },
     ],
     ids=str,
 )
@@ -541,7 +546,7 @@ def test_a_tool_loop_becomes_a_chat() -> None:
             "type": "json_schema",
             "json_schema": {"name": "n", "schema": {}, "strict": True},
         },
-        "chat_template_kwargs": {"reasoning_effort": "low"},
+        "chat_template_kwargs": {"reasoning_effort": "low", "verbosity": "low"},
         "cache_salt": "s",
     }
     assert (request.store, request.warnings) == (False, [])

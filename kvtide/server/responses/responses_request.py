@@ -13,7 +13,7 @@
 | `tool_choice`, `parallel_tool_calls`     | the same                                             |
 | `text.format`                            | `response_format`                                    |
 | `max_output_tokens`                      | `max_completion_tokens`                              |
-| `reasoning.effort`                       | `reasoning_effort` of the template                   |
+| `reasoning.effort`, `text.verbosity`     | `reasoning_effort`, `verbosity` of the template      |
 
 A UUID as `prompt_cache_key`, which Codex sends, is the `session_id` if the body has none. Hints for
 OpenAI's own service (`service_tier`, `include`, …) are ignored.
@@ -33,6 +33,7 @@ from kvtide.server.chat.chat_turns import (
     common_fields,
     with_template_variables,
 )
+from kvtide.server.refused_fields import RESPONSES, refuse
 from kvtide.server.request_parsing import Fields
 
 MARGIN = 100
@@ -40,13 +41,6 @@ MARGIN = 100
 MAX_METADATA = 16
 MAX_METADATA_TEXT = 512
 
-_REFUSED = {
-    "background": "wait for the response, or stream it",
-    "conversation": "use previous_response_id, or send all items as input",
-    "prompt": "send its text as instructions or input",
-    "response_format": "send text.format",
-    "top_logprobs": "ask /v1/chat/completions for logprobs",
-}
 _TEXTS = ("input_text", "output_text", "text")
 
 
@@ -70,7 +64,7 @@ class ResponsesRequest:
 
 def read_request(body: Fields, chain: Callable[[str], list[Json] | None]) -> ResponsesRequest:
     """`chain` gives the items up to a stored response."""
-    _refuse(body)
+    refuse(body.values, RESPONSES)
     items = _items(body.get("input"))
     previous = body.text("previous_response_id", "") or None
     before = [] if previous is None else chain(previous)
@@ -82,7 +76,7 @@ def read_request(body: Fields, chain: Callable[[str], list[Json] | None]) -> Res
         )
     chat: Json = common_fields(dict(body.values), body.get("prompt_cache_key"))
     chat["messages"] = _messages(body.text("instructions", ""), [*before, *items])
-    for name in ("model", "parallel_tool_calls", "user"):
+    for name in ("model", "parallel_tool_calls", "stop", "user"):
         if body.get(name) is not None:
             chat[name] = body.get(name)
     if body.get("max_output_tokens") is not None:
@@ -96,8 +90,12 @@ def read_request(body: Fields, chain: Callable[[str], list[Json] | None]) -> Res
         chat["tool_choice"] = _tool_choice(choice)
     if (form := _response_format(body.object("text"))) is not None:
         chat["response_format"] = form
-    effort = body.object("reasoning").get("effort")
-    with_template_variables(chat, body.get("chat_template_kwargs"), reasoning_effort=effort)
+    with_template_variables(
+        chat,
+        body.get("chat_template_kwargs"),
+        reasoning_effort=body.object("reasoning").get("effort"),
+        verbosity=body.object("text").get("verbosity"),
+    )
     store, echoed = body.flag("store", default=True), _echoed(body)
     _check_depth([echoed, items])
     return ResponsesRequest(chat, items, store, previous, echoed, warnings)
@@ -111,18 +109,6 @@ def _check_depth(kept: object) -> None:
         json.dumps(kept)
     except RecursionError:
         raise RequestError("the body is nested too deeply; send less of it", None) from None
-
-
-def _refuse(body: Fields) -> None:
-    for name, remedy in _REFUSED.items():
-        if body.get(name):
-            raise RequestError(f"{name} is not supported; {remedy}", "unsupported_parameter", name)
-    if body.text("truncation", "disabled") != "disabled":
-        raise RequestError(
-            "truncation of long inputs is not supported; send disabled, and a shorter input",
-            "unsupported_value",
-            "truncation",
-        )
 
 
 def _echoed(body: Fields) -> Json:
@@ -269,14 +255,25 @@ def _tools(given: object) -> tuple[list[Json], list[str]]:
 def _tool_choice(choice: object) -> object:
     if isinstance(choice, str):
         return choice
-    if isinstance(choice, dict) and choice.get("type") == "function":
-        return {"type": "function", "function": {"name": choice.get("name")}}
+    match choice:
+        case {"type": "function"}:
+            return _chosen(choice)
+        case {"type": "allowed_tools", "tools": [*listed]}:
+            allowed = {"mode": choice.get("mode"), "tools": [_chosen(each) for each in listed]}
+            return {"type": "allowed_tools", "allowed_tools": allowed}
     raise RequestError(
-        "tool_choice is neither a word nor a function; send auto, none, required, or "
-        '{"type": "function", "name": …}',
+        "tool_choice is neither a word nor a function; send auto, none, required, allowed_tools, "
+        'or {"type": "function", "name": …}',
         "unsupported_value",
         "tool_choice",
     )
+
+
+def _chosen(tool: object) -> object:
+    """A function of a choice, as a chat has it."""
+    if not isinstance(tool, dict) or tool.get("type") != "function":
+        return tool
+    return {"type": "function", "function": {"name": tool.get("name")}}
 
 
 def _response_format(text: Fields) -> Json | None:
