@@ -7,7 +7,7 @@
 | items message, or without a type         | messages                                             |
 | items function_call                      | `tool_calls`                                         |
 | items function_call_output               | messages of role tool                                |
-| items reasoning                          | `reasoning_content`; encrypted ones are left out     |
+| items reasoning                          | `reasoning_content`, from `encrypted_content` too    |
 | `previous_response_id`                   | the stored items before this input                   |
 | function `tools`                         | `tools`; tools of other types are ignored with a note|
 | `tool_choice`, `parallel_tool_calls`     | the same                                             |
@@ -35,10 +35,13 @@ from kvtide.server.chat.chat_turns import (
 )
 from kvtide.server.refused_fields import RESPONSES, refuse
 from kvtide.server.request_parsing import Fields
+from kvtide.server.responses.encrypted_reasoning import INCLUDED, decrypted
 
 MARGIN = 100
 """Levels of nesting between what a body may have and what the server can write."""
 MAX_METADATA = 16
+MAX_INCLUDED = 64
+LOGPROBS = "message.output_text.logprobs"
 MAX_METADATA_TEXT = 512
 
 _TEXTS = ("input_text", "output_text", "text")
@@ -52,6 +55,7 @@ class ResponsesRequest:
     previous  the response that this one continues
     echoed    fields of the request that the response repeats
     warnings  what was ignored, in sentences
+    encrypts  reasoning items get `encrypted_content`
     """
 
     chat: Json
@@ -60,6 +64,7 @@ class ResponsesRequest:
     previous: str | None
     echoed: Json
     warnings: list[str]
+    encrypts: bool
 
 
 def read_request(body: Fields, chain: Callable[[str], list[Json] | None]) -> ResponsesRequest:
@@ -98,7 +103,20 @@ def read_request(body: Fields, chain: Callable[[str], list[Json] | None]) -> Res
     )
     store, echoed = body.flag("store", default=True), _echoed(body)
     _check_depth([echoed, items])
-    return ResponsesRequest(chat, items, store, previous, echoed, warnings)
+    encrypts = INCLUDED in _included(body)
+    return ResponsesRequest(chat, items, store, previous, echoed, warnings, encrypts)
+
+
+def _included(body: Fields) -> tuple[str, ...]:
+    """`include`; what it may ask of tools of OpenAI's own never comes."""
+    included = body.texts("include", MAX_INCLUDED)
+    if LOGPROBS in included:
+        raise RequestError(
+            f"{LOGPROBS} in include is not supported; ask /v1/chat/completions for logprobs",
+            "unsupported_value",
+            "include",
+        )
+    return included
 
 
 def _check_depth(kept: object) -> None:
@@ -175,8 +193,8 @@ def _add(chat: ChatTurns, item: Json) -> None:
         case {"type": "function_call_output", "call_id": str(call)}:
             chat.result(call, _text(item.get("output"), PARAGRAPH))
         case {"type": "reasoning"}:
-            parts = item.get("content") or []
-            chat.reasoning("".join(_reasoning(part) for part in parts)) if parts else None
+            if (thought := _thought(item)) is not None:
+                chat.reasoning(thought)
         case {"role": "assistant"}:
             chat.assistant(_text(item.get("content"), ""))
         case {"role": "user"}:
@@ -219,8 +237,13 @@ def _part(part: object) -> str:
     )
 
 
-def _reasoning(part: object) -> str:
-    return _string(part.get("text") if isinstance(part, dict) else None, "text")
+def _thought(item: Json) -> str | None:
+    """The text of a reasoning item, if it can be read."""
+    if parts := item.get("content") or []:
+        listed = parts if isinstance(parts, list) else [parts]
+        texts = (part.get("text") if isinstance(part, dict) else None for part in listed)
+        return "".join(_string(text, "text") for text in texts)
+    return decrypted(item.get("encrypted_content"))
 
 
 def _string(value: object, name: str) -> str:
