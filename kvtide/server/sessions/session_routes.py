@@ -160,6 +160,7 @@ def _sessions(engine: Engine) -> dict[str, Any]:
             {
                 "id": session,
                 "salted": bool(salt),
+                "lines": state.lines,
                 "tokens": state.tokens,
                 "pinned_tokens": state.pinned_tokens,
                 "idle_seconds": round(state.idle_s, 3),
