@@ -24,7 +24,7 @@ from kvtide.cache.lease import Lease, Match, Progress
 from kvtide.cache.rank_agreement import Agreement, Alone, Ranks, RanksDivergedError
 from kvtide.cache.receiving import Receipt, Receiving
 from kvtide.cache.sessions.prefetching import Prefetch, Prefetched, SessionTurn
-from kvtide.cache.sessions.session_pins import PromptChange
+from kvtide.cache.sessions.prompt_lines import PromptChange
 from kvtide.cache.storage_tier import StorageStats
 from kvtide.cache.supplements.supplements import Supplement
 from kvtide.index import Branches, CostBased, EveryPages, LastPage, Namespace

@@ -32,8 +32,9 @@ from contextlib import suppress
 from aiohttp import web
 
 from kvtide.engine import RequestError, Update
+from kvtide.server.admin.cache_report import cache_report
+from kvtide.server.admin.storage_routes import StorageRoutes
 from kvtide.server.anthropic.messages_routes import MessagesRoutes
-from kvtide.server.cache_report import cache_report
 from kvtide.server.chat.generation_path import GenerationPath
 from kvtide.server.engine_commands import Flush
 from kvtide.server.error_responses import (
@@ -69,7 +70,6 @@ from kvtide.server.service import ResponseStream, Service, ServiceEndedError, St
 from kvtide.server.sessions.session_routes import SessionRoutes
 from kvtide.server.settings import Settings
 from kvtide.server.setup.engine_setup import Serving
-from kvtide.server.storage_routes import StorageRoutes
 from kvtide.server.token_routes import TokenRoutes
 from kvtide.server.tools.output_events import OutputParser
 from kvtide.spec import Tier

@@ -18,25 +18,9 @@ MAX_CHOICE_TEXTS = 10_000
 MAX_BIASED_TOKENS = 1024
 ANY_OBJECT = Grammar("json_schema", '{"type": "object"}')
 
-OTHER_NAMES = {
-    "guided_json": "response_format of type json_schema",
-    "guided_regex": "regex",
-    "guided_choice": "choice",
-    "guided_grammar": "regex, choice or a JSON schema",
-    "guided_decoding_backend": "nothing: there is one",
-    "guided_whitespace_pattern": "nothing: JSON has up to 20 spaces in a row",
-    "structured_outputs": "response_format, regex or choice",
-}
-"""Fields of other servers, and ours in their place."""
-
 
 def output_grammar(body: Mapping[str, object]) -> Grammar | None:
     """The grammar of the output; None where it is any text."""
-    for name, ours in OTHER_NAMES.items():
-        if body.get(name):
-            raise RequestError(
-                f"{name} is not supported; use {ours}", "unsupported_parameter", name
-            )
     readers = {"response_format": _response_format, "regex": _regex, "choice": _choice}
     found = {
         name: grammar

@@ -23,6 +23,7 @@ from kvtide.models.tokenizer import Tokenizer
 from kvtide.server.chat.chat_messages import read_messages
 from kvtide.server.handoff.handoff_fields import HandoffFields, HandoffSide
 from kvtide.server.output_format import logit_bias, output_grammar
+from kvtide.server.refused_fields import CHAT, COMPLETION, refuse
 from kvtide.server.sessions.session_settings import SessionSettings, checked_id
 from kvtide.server.sessions.stable_prefix import StableRules, stabilized
 from kvtide.server.tools.output_events import OutputParser, PlainText
@@ -37,17 +38,8 @@ MAX_PRIORITY = 1_000_000
 DEFAULT_CHAT_TOKENS = 1024
 """`max_tokens` of a chat that names none. Slots for all of it are reserved at admission."""
 DEFAULT_COMPLETION_TOKENS = 16
-
-UNSUPPORTED = {
-    "best_of": "ask for n choices instead",
-    "suffix": "put it into the prompt",
-    "functions": "send tools instead",
-    "function_call": "send tool_choice instead",
-    "audio": "send text",
-    "modalities": "send text",
-    "prediction": "leave it out",
-}
-"""Fields of OpenAI's API that this server refuses, with the remedy."""
+TEMPLATE_FIELDS = ("reasoning_effort", "verbosity")
+"""Of a chat: variables of its template."""
 
 
 class ModelNotFoundError(RequestError):
@@ -111,13 +103,8 @@ class RequestParser:
 
     def completion(self, body: Fields) -> ParsedRequest:
         """The body of `/v1/completions`."""
-        self._check(body)
-        if body.get("tools"):
-            raise RequestError(
-                "tools is not supported here; send messages and tools to /v1/chat/completions",
-                "unsupported_parameter",
-                "tools",
-            )
+        self.check_model(body)
+        refuse(body.values, COMPLETION)
         prompts = _prompts(body, self._tokenizer)
         logprobs = body.integer("logprobs", None, 0, MAX_LOGPROBS)
         echo = body.flag("echo")
@@ -162,7 +149,8 @@ class RequestParser:
 
     def _rendered(self, body: Fields) -> tuple[ToolRequest, str]:
         """The tools of a chat's body, and its prompt as text."""
-        self._check(body)
+        self.check_model(body)
+        refuse(body.values, CHAT)
         if self._tokenizer is None:
             raise RequestError(
                 "this model came without a tokenizer; send token ids to /v1/completions"
@@ -184,14 +172,6 @@ class RequestParser:
         model = body.text("model", self._name)
         if model != self._name:
             raise ModelNotFoundError(f"there is no model '{model}' here; use '{self._name}'")
-
-    def _check(self, body: Fields) -> None:
-        self.check_model(body)
-        for name, remedy in UNSUPPORTED.items():
-            if body.get(name):
-                raise RequestError(
-                    f"{name} is not supported; {remedy}", "unsupported_parameter", name
-                )
 
     def _common(self, body: Fields, max_tokens: int | None, logprobs: int | None) -> RequestParams:
         """All but the tokens."""
@@ -316,9 +296,9 @@ def _tokens(prompt: object, tokenizer: Tokenizer | None) -> list[int]:
 
 
 def _conversation(body: Fields, tools: ToolRequest, rules: StableRules) -> Conversation:
-    variables = dict(body.object("chat_template_kwargs").values)
-    if effort := body.text("reasoning_effort", ""):
-        variables = {"reasoning_effort": effort, **variables}
+    named = {name: body.text(name, "") for name in TEMPLATE_FIELDS}
+    variables = {name: value for name, value in named.items() if value}
+    variables |= body.object("chat_template_kwargs").values
     messages = body.get("messages")
     if rules and isinstance(messages, list) and all(isinstance(one, dict) for one in messages):
         messages = stabilized(messages, rules)

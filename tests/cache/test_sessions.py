@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvtide.cache import Namespace, Tier
-from kvtide.cache.sessions import session_pins
+from kvtide.cache.sessions import prompt_lines, session_pins
 from kvtide.index import DEFAULT_NAMESPACE
 from tests.cache.building import Rig, text
 from tests.cache.memories import PAGE, WINDOW, every_memory
@@ -57,14 +57,15 @@ def test_a_forgotten_session_can_go(build):
 
 def test_the_next_turn_takes_the_place_of_the_last(build):
     rig = build(host=0)
-    rig.remember(text(1, 4))
-    keep(rig, "a", text(1, 4))
-    rig.remember(text(2, 4))
-    keep(rig, "a", text(2, 4))
-    assert rig.cache.stats().sessions.pinned == 1
+    changed = [9999, *text(1, 4)[1:]]
+    for tokens in (text(1, 2), text(1, 4), changed):
+        rig.remember(tokens)
+        keep(rig, "a", tokens)
+        (state,) = rig.cache.sessions.states()
+        assert (state.lines, state.pinned_tokens) == (1, len(tokens) // PAGE * PAGE)
     press(rig)
     assert rig.found(text(1, 4)) == 0
-    assert rig.found(text(2, 4)) == 4 * PAGE
+    assert rig.found(changed) == 4 * PAGE
 
 
 def test_a_session_whose_prefix_is_on_the_host_keeps_it_there(build):
@@ -256,6 +257,114 @@ def test_sessions_of_one_name_in_two_namespaces_do_not_see_each_other(build):
     asked(rig, text(1, 4))
     assert asked(rig, text(2, 4), Namespace(cache_salt="other")) is None
     assert rig.cache.validate() == []
+
+
+# -- lines of prompts ---------------------------------------------------------------------------
+
+
+def turn(rig: Rig, tokens: list[int]) -> None:
+    """A request of session `a` from its begin to its end; its prompt is no change of any other."""
+    assert asked(rig, tokens) is None
+    rig.remember(tokens)
+    keep(rig, "a", tokens)
+    assert rig.cache.validate() == []
+
+
+def pinned(rig: Rig) -> int:
+    return sum(state.pinned_tokens for state in rig.cache.sessions.states()) // PAGE
+
+
+@every_memory
+def test_requests_beside_a_conversation_take_no_pin_and_change_nothing(build, memory):
+    """A main conversation and a sub-agent in turn, A, B, A, B, and a title in between."""
+    host = {pool.name: 24 if pool.hot else 0 for pool in memory.anchors}
+    rig = build(memory, device=24, host=host, session_share=1.0)
+    main, agent, title = text(1, 2), text(2, 2), text(3, 1)
+    for pages in (2, 3, 4):
+        turn(rig, main := text(1, pages))
+        turn(rig, title)
+        turn(rig, agent := text(2, pages))
+    assert rig.cache.stats().sessions.changed == 0
+    assert rig.cache.sessions.states()[0].lines == 3
+    rig.cache.flush(Tier.DEVICE)
+    for tokens in (main, agent):
+        assert rig.found(tokens) == 4 * PAGE
+    assert rig.found(title) == PAGE
+    assert rig.cache.stats().sessions.pinned == 1
+
+
+def test_a_conversation_that_begins_like_another_one_is_no_change_of_it(build):
+    """Sub-agents share tools with the main conversation, branches its first turns."""
+    rig = build(device=32, host=0, session_share=1.0)
+    turn(rig, text(1, 6))
+    turn(rig, [*text(1, 3), *text(2, 3)])
+    turn(rig, text(1, 6, extra=3))
+    assert rig.cache.stats().sessions.changed == 0
+    assert rig.cache.sessions.states()[0].lines == 2
+
+
+def test_a_prompt_is_compared_with_the_line_that_it_repeats(build):
+    rig = build(device=32)
+    main, agent = text(1, 5), text(2, 5)
+    for tokens in (main, agent):
+        assert asked(rig, tokens) is None
+    for tokens in (main, agent):
+        change = asked(rig, [*tokens[:3], 9999, 9998, *tokens[4:], 7])
+        assert change is not None and change.at == 3 and change.before[3] == tokens[3]
+    assert rig.cache.stats().sessions.changed == 2
+    assert rig.cache.sessions.states()[0].lines == 2
+
+
+def test_a_flood_of_requests_that_come_once_leaves_the_conversation_alone(build):
+    rig = build(device=20, host=0)
+    turn(rig, text(1, 3))
+    turn(rig, text(1, 4))
+    for number in range(2, 20):
+        turn(rig, text(number, 1))
+    assert rig.cache.sessions.states()[0].lines == prompt_lines.MAX_LINES
+    press(rig)
+    assert rig.found(text(1, 4)) == 4 * PAGE
+    assert asked(rig, text(1, 5)) is None
+    assert rig.cache.sessions.states()[0].lines == prompt_lines.MAX_LINES
+
+
+def test_the_lines_of_a_session_share_its_part(build):
+    """It may pin 8 pages. What came once leaves them to what came twice."""
+    rig = build(device=20, host=0, session_fraction=0.5, session_share=0.8)
+    turn(rig, text(1, 5))
+    turn(rig, text(2, 5))
+    assert pinned(rig) == 8, "the second line has what the first one leaves"
+    turn(rig, text(1, 6))
+    assert pinned(rig) == 6, "the second one gave way"
+    turn(rig, text(2, 6))
+    assert pinned(rig) == 8
+    turn(rig, text(1, 8))
+    assert pinned(rig) == 8, "both came twice: the first one has what the second one leaves"
+    rig.cache.flush(Tier.DEVICE)
+    assert (rig.found(text(1, 8)), rig.found(text(2, 6))) == (6 * PAGE, 2 * PAGE)
+
+
+def test_a_line_that_is_not_used_any_more_gives_way_in_the_end(build):
+    """A client that sums up its conversation goes on with another one."""
+    rig = build(device=20, host=0, session_fraction=0.5, session_share=0.8)
+    turn(rig, text(1, 7))
+    turn(rig, text(1, 8))
+    held = []
+    for _ in range(session_pins.STALE_TURNS):
+        turn(rig, text(2, 4))
+        held.append(pinned(rig))
+    assert held == [8] * (session_pins.STALE_TURNS - 1) + [4]
+    rig.cache.flush(Tier.DEVICE)
+    assert (rig.found(text(1, 8)), rig.found(text(2, 4))) == (0, 4 * PAGE)
+
+
+def test_a_prefetch_of_a_session_is_that_of_its_last_prompt(build):
+    rig = build()
+    turn(rig, text(1, 3))
+    turn(rig, text(2, 2))
+    assert rig.cache.sessions.prompt_of("a").tokens == len(text(2, 2))
+    turn(rig, text(1, 4))
+    assert rig.cache.sessions.prompt_of("a").tokens == len(text(1, 4))
 
 
 # -- priorities ---------------------------------------------------------------------------------

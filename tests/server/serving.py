@@ -79,13 +79,14 @@ def save_model(folder: Path, **fields: object) -> Path:
     return folder
 
 
-def save_tokenizer(folder: Path) -> Path:
-    """Bytes, a few merges, and three tokens that are no text."""
+def save_tokenizer(folder: Path, merges: int = 41) -> Path:
+    """Bytes, a few merges, and three tokens that are no text. Without merges any text has one
+    spelling in tokens, as the outputs of trained models mostly have."""
     core = tokenizers.Tokenizer(tokenizers.models.BPE())
     core.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     core.decoder = tokenizers.decoders.ByteLevel()
     trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=300,
+        vocab_size=259 + merges,
         special_tokens=[END, USER, ASSISTANT],
         initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,

@@ -43,8 +43,11 @@ def test_a_conversation_is_what_its_template_makes_of_it(client: Client) -> None
     assert content(client.chat(system, "the cat", **GREEDY, **options)) == shouted != text
 
 
-def test_the_effort_of_a_chat_is_a_variable_of_its_template(serve: Any, tmp_path: Path) -> None:
-    (tmp_path / "chat.jinja").write_text("{{ reasoning_effort or 'none' }}")
+@pytest.mark.parametrize("name", ["reasoning_effort", "verbosity"])
+def test_the_effort_of_a_chat_is_a_variable_of_its_template(
+    serve: Any, tmp_path: Path, name: str
+) -> None:
+    (tmp_path / "chat.jinja").write_text(f"{{{{ {name} or 'none' }}}}")
     client = serve(chat_template=str(tmp_path / "chat.jinja")).client
     asked = {"messages": as_messages("a")}
 
@@ -52,11 +55,11 @@ def test_the_effort_of_a_chat_is_a_variable_of_its_template(serve: Any, tmp_path
         tokens = client.post("/tokenize", {**asked, **fields}).json()["tokens"]
         return str(client.post("/detokenize", {"tokens": tokens}).json()["prompt"])
 
-    assert (prompt(), prompt(reasoning_effort="high")) == ("none", "high")
-    own = {"chat_template_kwargs": {"reasoning_effort": "low"}}
-    assert prompt(reasoning_effort="high", **own) == "low"
-    reply = client.post(PATH, {**asked, "reasoning_effort": 5})
-    assert reply.status == 400 and reply.problem == "reasoning_effort is 5; send a text"
+    assert (prompt(), prompt(**{name: "high"})) == ("none", "high")
+    own = {"chat_template_kwargs": {name: "low"}}
+    assert prompt(**{name: "high"}, **own) == "low"
+    reply = client.post(PATH, {**asked, name: 5})
+    assert reply.status == 400 and reply.problem == f"{name} is 5; send a text"
 
 
 def test_a_stream_begins_with_the_role_and_says_the_same(client: Client) -> None:

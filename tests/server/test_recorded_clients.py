@@ -15,6 +15,7 @@ import pytest
 from kvtide.server.anthropic.messages_request import chat_body
 from kvtide.server.chat.chat_turns import common_fields
 from kvtide.server.request_parsing import Fields
+from kvtide.server.tools.parser_registry import ChatFormats
 from tests.server.serving import PAGE, save_model, save_tokenizer
 from tests.server.talking import Client
 
@@ -43,9 +44,9 @@ def streamed(client: Client, path: str, body: Json) -> list[Json]:
 
 @pytest.fixture(scope="module")
 def roomy_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny model for long prompts: a token is hardly more than a byte."""
+    """A tiny model for long prompts: a token is a byte."""
     folder = tmp_path_factory.mktemp("models") / "tiny-0.1"
-    return save_tokenizer(save_model(folder, max_position_embeddings=TOKENS))
+    return save_tokenizer(save_model(folder, max_position_embeddings=TOKENS), merges=0)
 
 
 @pytest.mark.parametrize("name", PATHS)
@@ -71,6 +72,58 @@ def test_recorded_turns_are_answered_and_share_their_prefix(
     assert read[1] >= (prompt[0] - PAGE) // PAGE * PAGE
     sessions = server.client.get("/admin/sessions").json()["sessions"]
     assert [one["id"] for one in sessions] == [UUID]
+
+
+THINKING = (
+    "{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}"
+    "{% for m in messages %}<|{{ m.role }}|>"
+    "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}"
+    "{{ m.content or '' }}{% for call in m.tool_calls or [] %}<tool_call>\n"
+    '{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments }}}'
+    "\n</tool_call>{% endfor %}<|end|>{% endfor %}<|assistant|>"
+)
+LOOK = {
+    "type": "function",
+    "name": "look",
+    "parameters": {
+        "type": "object",
+        "properties": {"where": {"enum": ["here", "there"]}},
+        "required": ["where"],
+        "additionalProperties": False,
+    },
+}
+
+
+def test_codex_gives_back_thoughts_and_finds_its_prefix_behind_the_call(
+    serve: Any, roomy_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It stores nothing and sends no text of reasoning, but what it asked for by `include`."""
+    # A thought is any text before what a grammar asks for. Here the grammar has the thought.
+    monkeypatch.setattr(
+        ChatFormats, "_thought", lambda *_: '"<think>Where is it, here or there?</think>"'
+    )
+    (tmp_path / "chat.jinja").write_text(THINKING)
+    template = {"chat_template": str(tmp_path / "chat.jinja"), "reasoning_parser": "think"}
+    server = serve(model=str(roomy_folder), device_tokens=TOKENS, **template)
+    first, _ = turns("codex")
+    assert first["include"] == ["reasoning.encrypted_content"] and not first["store"]
+    choice = {"type": "function", "name": "look"}
+    first |= {"tools": [*first["tools"], LOOK], "tool_choice": choice, "max_output_tokens": 200}
+    path = PATHS["codex"]
+    events = streamed(server.client, path, first)
+    done = [event["item"] for event in events if event["type"] == "response.output_item.done"]
+    assert [item["type"] for item in done] == ["reasoning", "function_call"]
+    thought, call = done
+    kept = {key: thought[key] for key in ("type", "summary", "encrypted_content")}
+    result = {"type": "function_call_output", "call_id": call["call_id"], "output": "There."}
+    spoken = events[-1]["response"]["usage"]["total_tokens"]
+    reads = []
+    for items in ([kept, call, result], [call, result]):
+        turn = {**first, "input": [*first["input"], *items]}
+        usage = streamed(server.client, path, turn)[-1]["response"]["usage"]
+        reads.append(usage["input_tokens_details"]["cached_tokens"])
+    with_thought, without = reads
+    assert with_thought >= (spoken - PAGE) // PAGE * PAGE > without
 
 
 @pytest.mark.parametrize("name", ["mine", "", 7, None, "0" * 36])

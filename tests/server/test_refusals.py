@@ -274,7 +274,7 @@ INVALID = "invalid_request_error"
         (PATH, {"response_format": "json"}, 400, "response_format", "invalid_value"),
         (
             PATH,
-            {"guided_json": {}, "guided_regex": "a"},
+            {"guided_json": None, "guided_regex": "a"},
             400,
             "guided_regex",
             "unsupported_parameter",

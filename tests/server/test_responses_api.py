@@ -14,6 +14,7 @@ import pytest
 from kvtide.engine import Finish, RequestError
 from kvtide.server.chat.event_formatter import Ending, TokenCounts
 from kvtide.server.request_parsing import Fields
+from kvtide.server.responses.encrypted_reasoning import INCLUDED, MARK
 from kvtide.server.responses.response_history import ResponseHistory
 from kvtide.server.responses.responses_request import ResponsesRequest, read_request
 from kvtide.server.responses.responses_response import ResponsesWriter
@@ -186,6 +187,11 @@ class Place(pydantic.BaseModel):
     [
         "required",
         pytest.param({"type": "function", "name": "weather"}, marks=pytest.mark.full),
+        {
+            "type": "allowed_tools",
+            "mode": "required",
+            "tools": [{"type": "function", "name": "weather"}],
+        },
     ],
     ids=str,
 )
@@ -255,6 +261,20 @@ def test_reasoning_is_an_item_of_its_own_and_comes_back(
         counted = response.usage.output_tokens_details.reasoning_tokens
         assert 0 < counted < response.usage.output_tokens
     assert ai.responses.create(**asked("on", previous_response_id=whole.id)).output_text
+
+
+def test_reasoning_is_encrypted_where_it_is_asked_for() -> None:
+    thought = "Grüße, 世界 </think> "
+    for include in ([INCLUDED], ["file_search_call.results"], []):
+        writer = ResponsesWriter(read({"input": "a", "include": include}), "m", lambda _: True)
+        for event in (ReasoningDelta(thought[:3]), ReasoningDelta(thought[3:]), TextDelta("a")):
+            done = writer.chunk(event)
+        (item,) = (each["item"] for each in done if each["type"] == "response.output_item.done")
+        assert ("encrypted_content" in item) == (INCLUDED in include)
+        back = {key: item[key] for key in item.keys() - {"content"}}
+        (message, *_) = read({"input": [back, {"role": "user", "content": "b"}]}).chat["messages"]
+        assert message.get("reasoning_content") == (thought if INCLUDED in include else None)
+        assert read({"input": [item]}).chat["messages"][0]["reasoning_content"] == thought
 
 
 # -- stored responses -----------------------------------------------------------------------------
@@ -424,6 +444,11 @@ def read(body: Json) -> ResponsesRequest:
         ({"input": "a", "tool_choice": {"type": "allowed_tools"}}, "tool_choice", "send auto"),
         ({"input": "a", "previous_response_id": "x"}, "previous_response_id", "no stored response"),
         ({"input": "a", "store": 1}, "store", "send true or false"),
+        ({"input": [{"type": "reasoning", "encrypted_content": MARK + "%"}]}, "input", "damaged"),
+        ({"input": [{"type": "reasoning", "encrypted_content": MARK + "/w=="}]}, "input", "dama"),
+        ({"input": [{"type": "reasoning", "content": 5}]}, "input", "text is not a text"),
+        ({"input": "a", "include": 5}, "include", "a list of up to"),
+        ({"input": "a", "include": ["message.output_text.logprobs"]}, "include", "chat/compl"),
     ],
     ids=str,
 )
@@ -541,7 +566,7 @@ def test_a_tool_loop_becomes_a_chat() -> None:
             "type": "json_schema",
             "json_schema": {"name": "n", "schema": {}, "strict": True},
         },
-        "chat_template_kwargs": {"reasoning_effort": "low"},
+        "chat_template_kwargs": {"reasoning_effort": "low", "verbosity": "low"},
         "cache_salt": "s",
     }
     assert (request.store, request.warnings) == (False, [])

@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from kvtide.server import engine_commands, storage_routes
+from kvtide.server import engine_commands
+from kvtide.server.admin import storage_routes
 from kvtide.storage import open_store
 from kvtide.storage.store_registry import STORES
 from tests.server import stores

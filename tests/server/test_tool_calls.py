@@ -164,6 +164,19 @@ def test_every_format_calls_over_http(
         check_call(call.function.name, call.function.arguments)
 
 
+def test_only_allowed_tools_are_called_and_the_prompt_has_all(ai: openai.OpenAI) -> None:
+    listed = [{"type": "function", "function": {"name": "now"}}]
+    allowed = {"mode": "required", "tools": listed}
+    asked = {**ASKED, "tool_choice": {"type": "allowed_tools", "allowed_tools": allowed}, "n": 4}
+    answer = ai.chat.completions.create(**asked)
+    for choice in answer.choices:
+        assert choice.message.tool_calls is not None
+        assert [call.function.name for call in choice.message.tool_calls] == ["now"]
+    usual = ai.chat.completions.create(**ASKED)
+    assert usual.usage is not None and answer.usage is not None
+    assert answer.usage.prompt_tokens == usual.usage.prompt_tokens
+
+
 def test_strict_tools_leave_the_model_free(ai: openai.OpenAI) -> None:
     strict = {"type": "function", "function": {**TOOLS[0]["function"], "strict": True}}
     asked = {**ASKED, "tools": [strict], "tool_choice": "auto", "max_tokens": 20}

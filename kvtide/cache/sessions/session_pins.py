@@ -1,15 +1,16 @@
 """Sessions: conversations whose prefix must stay until their next turn.
 
-A session pins what its next turn needs to resume, in the tier where it is now, until its TTL has
-passed since its last request. Pins are bounded twice:
+A session pins what the next turn of each of its lines (`prompt_lines`) needs to resume, in the tier
+where it is now, until its TTL has passed since its last request. Pins are bounded twice:
 
 - One session pins no more than its part: of a longer prefix the first part, as far as that can be
-  resumed.
+  resumed. A line has what the session's other lines leave. To a line that was continued, those that
+  had one prompt only leave all, and so do those that were not used for `STALE_TURNS` prompts.
 - All sessions pin no more than their fraction of the device (of hot pools, of the host). Past it,
-  the namespace that pins most gives up its least recently used session, and so on. So a namespace
-  that pins no more than total / namespaces loses nothing to the others.
+  the namespace that pins most gives up a line of its least recently used session, and so on. So a
+  namespace that pins no more than total / namespaces loses nothing to the others.
 
-A session that lost its pin is still known: its last prompt can be compared with the next one, and
+A session that lost its pins is still known: its last prompts can be compared with the next one, and
 be prefetched. What is known is bounded as well, by the same rule.
 
 Time comes with `tick`, from the one clock that all ranks follow; nothing here reads a clock.
@@ -20,11 +21,16 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
-import numpy as np
-
+from kvtide.cache.sessions.prompt_lines import (
+    MAX_LINES,
+    PromptChange,
+    PromptLine,
+    find_line,
+    first_to_go,
+)
 from kvtide.index import Index, Prompt
 from kvtide.index import IndexLease as IndexLease
 from kvtide.index.keys import TOKEN_BYTES, Hidden, Namespace
@@ -33,34 +39,23 @@ from kvtide.spec import Tier
 MAX_SESSIONS = 8192
 MAX_REMEMBERED_TOKENS = 1 << 24
 """Of the last prompts of all sessions together, with their answers: 64 MiB."""
-SHOWN_BEFORE, SHOWN_AFTER = 16, 24
-"""Tokens around a change that are kept to name it."""
+STALE_TURNS = 8
 
 Owner = Namespace | Hidden
-
-
-class PromptChange(NamedTuple):
-    """A session's prompt differs from its last one where whole pages could have been reused.
-
-    at      the first token that differs
-    before  tokens of the last prompt around there, `after` of this one
-    """
-
-    at: int
-    before: tuple[int, ...]
-    after: tuple[int, ...]
 
 
 class SessionState(NamedTuple):
     """A session as a report shows it.
 
     tokens         of its last prompt, with the answer where there is one
-    pinned_tokens  of its prefix
+    lines          of prompts
+    pinned_tokens  of the prefixes of its lines, as if they shared nothing
     idle_s         since its last request; `left_s` until it ends, None for never
     """
 
     name: str
     tokens: int
+    lines: int
     pinned_tokens: int
     idle_s: float
     left_s: float | None
@@ -69,8 +64,8 @@ class SessionState(NamedTuple):
 class SessionStats(NamedTuple):
     """`pinned` now, of `known` ones; `pages` that they pin by tier and anchor, each counted once.
 
-    ended    sessions since the cache was made: expired, released, evicted
-    changed  prompts that broke a session's prefix
+    ended    sessions since the cache was made: expired, released; evicted, or a line lost its pin
+    changed  prompts that broke a line's prefix
     """
 
     pinned: int
@@ -82,19 +77,20 @@ class SessionStats(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Session:
-    """asked: the last prompt, packed; `prompt`: the same with its answer, once there is one.
-    `turns` counts prompts.
-    """
+    """`lines`, least recently used first, are one at least. `turns` counts prompts."""
 
     name: str
     owner: Owner
+    lines: list[PromptLine] = field(default_factory=list)
     turns: int = 0
-    asked: bytes = b""
-    prompt: Prompt | None = None
-    lease: IndexLease | None = None
     used: float = 0.0
     expires: float = math.inf
     remembered: int = 0
+
+    @property
+    def pinned(self) -> list[PromptLine]:
+        """Lines that pin a prefix, least recently used first."""
+        return [line for line in self.lines if line.lease is not None]
 
 
 class Sessions:
@@ -115,7 +111,9 @@ class Sessions:
             anchor.name: fraction * index.capacity(anchor.home, anchor.name)
             for anchor in memory.anchors
         }
-        self._limit = self._max_boundary(fraction_each)
+        self._max_pages_each = {
+            name: int(fraction_each * pages) for name, pages in self._max_pages.items()
+        }
         self._sessions: dict[str, Session] = {}
         self._pinned: dict[str, Counter[Owner]] = {name: Counter() for name in self._reaches}
         self._remembered: Counter[Owner] = Counter()
@@ -126,7 +124,7 @@ class Sessions:
 
     def __len__(self) -> int:
         """Sessions that pin a prefix."""
-        return sum(session.lease is not None for session in self._sessions.values())
+        return sum(bool(session.pinned) for session in self._sessions.values())
 
     # -- time -------------------------------------------------------------------------------
 
@@ -148,44 +146,45 @@ class Sessions:
     # -- turns ------------------------------------------------------------------------------
 
     def asked(self, name: str, prompt: Prompt, ttl_s: float | None = None) -> PromptChange | None:
-        """A turn begins with this prompt: what it changed of the session's last one, if anything.
+        """A turn begins with this prompt: what it changed of its line's last one, if anything.
 
         The session lives on for `ttl_s`, for ever without one.
         """
         session = self._used(name, prompt.namespace, ttl_s)
-        change = _change(session.asked, prompt.packed, self._page)
-        self.changed += change is not None
-        session.asked, session.prompt = prompt.packed, None
         session.turns += 1
+        line, change = self._line(session, prompt)
+        self.changed += change is not None
+        line.asked, line.prompt = prompt.packed, None
+        line.turns += 1
         self._remember(session)
         return change
 
     def keep(
         self, name: str, prompt: Prompt, priority: int = 0, ttl_s: float | None = None
     ) -> bool:
-        """A turn has ended: pin what the next one can resume from, in place of the last pin.
+        """A turn has ended: pin what the next one can resume from, in place of its line's last pin.
 
-        False if sessions may pin nothing.
+        False if its line may pin nothing.
         """
         session = self._used(name, prompt.namespace, ttl_s)
-        self._unpin(session)
-        session.prompt = prompt
-        if self._limit > 0:
-            hit = self._index.match(self._within_limit(prompt))
-            session.lease = self._index.pin(hit, priority)
-            self._count(session, 1)
+        line, _ = self._line(session, prompt)
+        self._unpin(session, line)
+        line.prompt = prompt
+        if (room := self._make_room(session, line, prompt)) > 0:
+            hit = self._index.match(self._within(room, prompt))
+            line.lease = self._index.pin(hit, priority)
+            self._count(session, line, 1)
             while (anchor := self._exceeded()) is not None:
                 self._evict(anchor)
         self._remember(session)
-        return session.lease is not None
+        return line.lease is not None
 
     def prompt_of(self, name: str) -> Prompt | None:
         """The last prompt of a session with its answer; None if there is no such session."""
         session = self._sessions.get(name)
         if session is None:
             return None
-        packed = session.asked if session.prompt is None else session.prompt.packed
-        return self._index.prompt(packed, _named(session.owner))
+        return self._index.prompt(session.lines[-1].whole, _named(session.owner))
 
     def turns_of(self, name: str) -> int:
         """How many turns of a session have begun."""
@@ -212,22 +211,23 @@ class Sessions:
         )
 
     def unpin_one(self) -> bool:
-        """Unpin one session, where pins are in the way of requests; False if none is pinned."""
+        """Unpin one line, where pins are in the way of requests; False if none is pinned."""
         held = [anchor for anchor, pinned in self._pinned.items() if pinned.total()]
         missing = [anchor for _, anchor in self._index.missing if anchor in held]
         if held:
             self._evict((missing or held)[0])
             return True
-        empty = next((s for s in self._sessions.values() if s.lease is not None), None)
+        empty = next((s for s in self._sessions.values() if s.pinned), None)
         if empty is not None:
-            self._unpin(empty)
+            self._unpin(empty, empty.pinned[0])
         return empty is not None
 
     def forget_hidden(self) -> None:
         """Unpin prefixes that no turn will find again."""
         for session in self._sessions.values():
-            if session.lease is not None and session.lease.hidden:
-                self._unpin(session)
+            for line in session.pinned:
+                if line.lease is not None and line.lease.hidden:
+                    self._unpin(session, line)
 
     def forget_all(self) -> None:
         for session in [*self._sessions.values()]:
@@ -240,8 +240,9 @@ class Sessions:
         return [
             SessionState(
                 session.name,
-                session.prompt.tokens if session.prompt else len(session.asked) // TOKEN_BYTES,
-                session.lease.boundary * self._page if session.lease is not None else 0,
+                len(session.lines[-1].whole) // TOKEN_BYTES,
+                len(session.lines),
+                sum(lease.boundary for lease in _leases(session)) * self._page,
                 self.now - session.used,
                 None if session.expires == math.inf else max(0.0, session.expires - self.now),
             )
@@ -249,28 +250,30 @@ class Sessions:
         ]
 
     def pinned(self) -> Iterator[tuple[str, IndexLease]]:
-        """The names of the sessions that pin a prefix, with what they pin."""
-        return ((s.name, s.lease) for s in self._sessions.values() if s.lease is not None)
+        """The names of the sessions that pin prefixes, with each that they pin."""
+        return ((s.name, lease) for s in self._sessions.values() for lease in _leases(s))
 
     def stats(self, *, pages_too: bool = True) -> SessionStats:
         """Counting the pages takes a walk over all that is pinned; `pages_too` may leave it out."""
-        leases = [s.lease for s in self._sessions.values() if s.lease is not None]
+        leases = [lease for _, lease in self.pinned()]
         pages = self._index.pinned_pages(leases) if pages_too else {}
         known = len(self._sessions)
-        return SessionStats(len(leases), known, pages, dict(self.ended), self.changed)
+        return SessionStats(len(self), known, pages, dict(self.ended), self.changed)
 
     def violations(self) -> Iterator[str]:
         """What does not hold, in sentences."""
         for name, session in self._sessions.items():
-            if session.lease is not None and not session.lease.live:
+            if not all(lease.live for lease in _leases(session)):
                 yield f"session {name!r} pins with a lease that was released"
-            if session.lease is not None and session.lease.boundary > self._limit:
-                yield f"session {name!r} pins more than its part"
+            if not 1 <= len(session.lines) <= MAX_LINES:
+                yield f"session {name!r} has {len(session.lines)} lines"
+            for anchor, pages in self._max_pages_each.items():
+                if sum(self._pages(lease, anchor) for lease in _leases(session)) > pages:
+                    yield f"session {name!r} pins more than its part of {anchor}"
             if session.expires <= self.now and session.expires < self._next:
                 yield f"session {name!r} has expired, and nothing will end it"
         for anchor, pinned in self._pinned.items():
-            leases = [s.lease for s in self._sessions.values() if s.lease is not None]
-            counted = sum(self._pages(lease, anchor) for lease in leases)
+            counted = sum(self._pages(lease, anchor) for _, lease in self.pinned())
             if counted != pinned.total():
                 yield f"sessions pin {counted} pages of {anchor}, and count {pinned.total()}"
             if counted > self._max_pages[anchor]:
@@ -282,21 +285,43 @@ class Sessions:
 
     # -- the steps --------------------------------------------------------------------------
 
-    def _max_boundary(self, fraction: float) -> int:
-        """The page up to which one session may pin; pools that reach less far back fit anyway."""
-        limits = {name: int(fraction * pages) for name, pages in self._max_pages.items()}
-        return min(
-            [1 << 60]
-            + [
-                pages
-                for name, pages in limits.items()
-                if (reach := self._reaches[name]) is None or reach > pages
-            ]
-        )
+    def _line(self, session: Session, prompt: Prompt) -> tuple[PromptLine, PromptChange | None]:
+        """The line that a prompt continues, or a new one, now the most recently used one."""
+        found, change = find_line(session.lines, prompt.packed, self._page)
+        line = found or PromptLine()
+        if found is not None:
+            session.lines.remove(found)
+        elif len(session.lines) == MAX_LINES:
+            gone = first_to_go(session.lines)
+            self._unpin(session, gone)
+            session.lines.remove(gone)
+        session.lines.append(line)
+        line.used = session.turns
+        return line, change
 
-    def _within_limit(self, prompt: Prompt) -> Prompt:
-        """The prompt as far as one session may pin it."""
-        tokens = self._limit * self._page + prompt.holdback
+    def _make_room(self, session: Session, line: PromptLine, prompt: Prompt) -> int:
+        """The page up to which a line may pin this prompt, after others have given way."""
+        pages = max(0, prompt.tokens - prompt.holdback) // self._page
+        for other in session.pinned if line.turns > 1 else []:
+            yields = other.turns < 2 or session.turns - other.used >= STALE_TURNS
+            if yields and self._room(session) < pages:
+                self._unpin(session, other)
+        return self._room(session)
+
+    def _room(self, session: Session) -> int:
+        """The page up to which one more line of a session may pin; pools that reach less far back
+        fit anyway."""
+        room = 1 << 60
+        for anchor, pages in self._max_pages_each.items():
+            left = pages - sum(self._pages(lease, anchor) for lease in _leases(session))
+            reach = self._reaches[anchor]
+            if reach is None or reach > left:
+                room = min(room, left)
+        return room
+
+    def _within(self, pages: int, prompt: Prompt) -> Prompt:
+        """The prompt as far as so many pages of it."""
+        tokens = pages * self._page + prompt.holdback
         if prompt.tokens <= tokens:
             return prompt
         cut = prompt.packed[: (tokens + 1) * TOKEN_BYTES]
@@ -316,8 +341,7 @@ class Sessions:
 
     def _remember(self, session: Session) -> None:
         """Count what is remembered of a session; forget others while that is too much."""
-        prompt = session.prompt.tokens if session.prompt is not None else 0
-        tokens = len(session.asked) // TOKEN_BYTES + prompt
+        tokens = sum(line.remembered for line in session.lines)
         self._remembered[session.owner] += tokens - session.remembered
         session.remembered = tokens
         while (
@@ -333,57 +357,52 @@ class Sessions:
         )
 
     def _evict(self, anchor: str) -> None:
-        """The namespace that pins most of an anchor unpins its least recently used session; of
-        several such namespaces, the one whose session was used least recently."""
+        """The namespace that pins most of an anchor unpins a line of its least recently used
+        session; of several such namespaces, the one whose session was used least recently."""
         pinned = self._pinned[anchor]
         max_pinned = max(pinned.values())
-        loser = next(
-            session
-            for session in self._sessions.values()
-            if pinned[session.owner] == max_pinned
-            and session.lease is not None
-            and self._pages(session.lease, anchor)
-        )
-        self._unpin(loser)
-        self.ended["evicted"] += 1
+        for session in self._sessions.values():
+            lines = [
+                line
+                for line in session.pinned
+                if line.lease is not None and self._pages(line.lease, anchor)
+            ]
+            if lines and pinned[session.owner] == max_pinned:
+                self._unpin(session, first_to_go(lines))
+                self.ended["evicted"] += 1
+                return
+        raise AssertionError(f"sessions count pages of {anchor} that none of them pins")
 
     def _end(self, session: Session, reason: str) -> None:
-        self._unpin(session)
+        for line in session.pinned:
+            self._unpin(session, line)
         del self._sessions[session.name]
         self._remembered[session.owner] -= session.remembered
         if not self._remembered[session.owner]:
             del self._remembered[session.owner]
         self.ended[reason] += 1
 
-    def _unpin(self, session: Session) -> None:
-        if session.lease is not None:
-            self._count(session, -1)
-            self._index.release(session.lease)
-            session.lease = None
+    def _unpin(self, session: Session, line: PromptLine) -> None:
+        if line.lease is not None:
+            self._count(session, line, -1)
+            self._index.release(line.lease)
+            line.lease = None
 
-    def _count(self, session: Session, sign: int) -> None:
-        assert session.lease is not None
+    def _count(self, session: Session, line: PromptLine, sign: int) -> None:
+        assert line.lease is not None
         for anchor, pinned in self._pinned.items():
-            pinned[session.owner] += sign * self._pages(session.lease, anchor)
+            pinned[session.owner] += sign * self._pages(line.lease, anchor)
             if not pinned[session.owner]:
                 del pinned[session.owner]
 
     def _pages(self, lease: IndexLease, anchor: str) -> int:
-        """Counted as if no two sessions shared a page: an upper bound."""
+        """Counted as if no two lines shared a page: an upper bound."""
         reach = self._reaches[anchor]
         return lease.boundary if reach is None else min(lease.boundary, reach)
 
 
-def _change(before: bytes, after: bytes, page_tokens: int) -> PromptChange | None:
-    """Where two prompts of a session differ, if whole pages of both lie behind that."""
-    both = min(len(before), len(after)) // (page_tokens * TOKEN_BYTES) * page_tokens
-    old, new = (np.frombuffer(packed, "<i4") for packed in (before, after))
-    differing = old[:both] != new[:both]
-    if not differing.any():
-        return None
-    at = int(differing.argmax())
-    shown = slice(max(0, at - SHOWN_BEFORE), at + SHOWN_AFTER)
-    return PromptChange(at, tuple(old[shown].tolist()), tuple(new[shown].tolist()))
+def _leases(session: Session) -> list[IndexLease]:
+    return [line.lease for line in session.lines if line.lease is not None]
 
 
 def _named(owner: Owner) -> Namespace:

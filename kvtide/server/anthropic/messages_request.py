@@ -33,15 +33,11 @@ from kvtide.server.chat.chat_turns import (
     common_fields,
     with_template_variables,
 )
+from kvtide.server.refused_fields import MESSAGES, refuse
 from kvtide.server.request_parsing import Fields
 
 MAX_USER_ID = 4096
 
-_REFUSED = {
-    "container": "leave it out, and run code in tools of your own",
-    "mcp_servers": "connect them in the client, and send their tools",
-    "response_format": "send output_config.format",
-}
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
@@ -73,9 +69,7 @@ def _client_session(body: Fields) -> object:
 
 def prompt_body(body: Fields) -> Json:
     """The part of the chat body that makes the prompt: what `count_tokens` counts."""
-    for name, remedy in _REFUSED.items():
-        if body.get(name):
-            raise RequestError(f"{name} is not supported; {remedy}", "unsupported_parameter", name)
+    refuse(body.values, MESSAGES)
     chat: Json = {"messages": _messages(body)}
     if body.get("model") is not None:
         chat["model"] = body.get("model")

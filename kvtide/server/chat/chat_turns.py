@@ -13,7 +13,6 @@ from typing import Any
 
 from kvtide.engine import RequestError
 from kvtide.server.handoff.conventions import BOOTSTRAP, KV_TRANSFER
-from kvtide.server.output_format import OTHER_NAMES
 
 Json = dict[str, Any]
 
@@ -80,13 +79,14 @@ def with_template_variables(chat: Json, given: object, **variables: object) -> N
 
 OWN_FIELDS = (
     *BOOTSTRAP,
-    *OTHER_NAMES,
     KV_TRANSFER,
     "cache_salt",
     "choice",
+    "frequency_penalty",
     "ignore_eos",
     "logit_bias",
     "min_p",
+    "presence_penalty",
     "priority",
     "recompute",
     "regex",
@@ -102,8 +102,7 @@ OWN_FIELDS = (
     "top_k",
     "top_p",
 )
-"""Fields that mean the same in every API here, or are refused in every one of them, and go into the
-chat body as they are."""
+"""Fields that mean the same in every API here, and go into the chat body as they are."""
 
 
 _UUID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")

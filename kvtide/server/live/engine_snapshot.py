@@ -228,8 +228,10 @@ def _speculation(engine: Engine) -> Json | None:
 
 
 def _standing(pinned: Iterator[tuple[str, IndexLease]]) -> Mapping[int, Sequence[str]]:
-    """The ids of sessions, by the node where their prefix ends."""
+    """The ids of sessions, by the node where the prefix of one of their lines ends."""
     standing: dict[int, list[str]] = {}
     for name, lease in pinned:
-        standing.setdefault(id(lease.node), []).append(name)
+        names = standing.setdefault(id(lease.node), [])
+        if name not in names:
+            names.append(name)
     return standing

@@ -7,13 +7,13 @@
 | items message, or without a type         | messages                                             |
 | items function_call                      | `tool_calls`                                         |
 | items function_call_output               | messages of role tool                                |
-| items reasoning                          | `reasoning_content`; encrypted ones are left out     |
+| items reasoning                          | `reasoning_content`, from `encrypted_content` too    |
 | `previous_response_id`                   | the stored items before this input                   |
 | function `tools`                         | `tools`; tools of other types are ignored with a note|
 | `tool_choice`, `parallel_tool_calls`     | the same                                             |
 | `text.format`                            | `response_format`                                    |
 | `max_output_tokens`                      | `max_completion_tokens`                              |
-| `reasoning.effort`                       | `reasoning_effort` of the template                   |
+| `reasoning.effort`, `text.verbosity`     | `reasoning_effort`, `verbosity` of the template      |
 
 A UUID as `prompt_cache_key`, which Codex sends, is the `session_id` if the body has none. Hints for
 OpenAI's own service (`service_tier`, `include`, …) are ignored.
@@ -33,20 +33,17 @@ from kvtide.server.chat.chat_turns import (
     common_fields,
     with_template_variables,
 )
+from kvtide.server.refused_fields import RESPONSES, refuse
 from kvtide.server.request_parsing import Fields
+from kvtide.server.responses.encrypted_reasoning import INCLUDED, decrypted
 
 MARGIN = 100
 """Levels of nesting between what a body may have and what the server can write."""
 MAX_METADATA = 16
+MAX_INCLUDED = 64
+LOGPROBS = "message.output_text.logprobs"
 MAX_METADATA_TEXT = 512
 
-_REFUSED = {
-    "background": "wait for the response, or stream it",
-    "conversation": "use previous_response_id, or send all items as input",
-    "prompt": "send its text as instructions or input",
-    "response_format": "send text.format",
-    "top_logprobs": "ask /v1/chat/completions for logprobs",
-}
 _TEXTS = ("input_text", "output_text", "text")
 
 
@@ -58,6 +55,7 @@ class ResponsesRequest:
     previous  the response that this one continues
     echoed    fields of the request that the response repeats
     warnings  what was ignored, in sentences
+    encrypts  reasoning items get `encrypted_content`
     """
 
     chat: Json
@@ -66,11 +64,12 @@ class ResponsesRequest:
     previous: str | None
     echoed: Json
     warnings: list[str]
+    encrypts: bool
 
 
 def read_request(body: Fields, chain: Callable[[str], list[Json] | None]) -> ResponsesRequest:
     """`chain` gives the items up to a stored response."""
-    _refuse(body)
+    refuse(body.values, RESPONSES)
     items = _items(body.get("input"))
     previous = body.text("previous_response_id", "") or None
     before = [] if previous is None else chain(previous)
@@ -82,7 +81,7 @@ def read_request(body: Fields, chain: Callable[[str], list[Json] | None]) -> Res
         )
     chat: Json = common_fields(dict(body.values), body.get("prompt_cache_key"))
     chat["messages"] = _messages(body.text("instructions", ""), [*before, *items])
-    for name in ("model", "parallel_tool_calls", "user"):
+    for name in ("model", "parallel_tool_calls", "stop", "user"):
         if body.get(name) is not None:
             chat[name] = body.get(name)
     if body.get("max_output_tokens") is not None:
@@ -96,11 +95,28 @@ def read_request(body: Fields, chain: Callable[[str], list[Json] | None]) -> Res
         chat["tool_choice"] = _tool_choice(choice)
     if (form := _response_format(body.object("text"))) is not None:
         chat["response_format"] = form
-    effort = body.object("reasoning").get("effort")
-    with_template_variables(chat, body.get("chat_template_kwargs"), reasoning_effort=effort)
+    with_template_variables(
+        chat,
+        body.get("chat_template_kwargs"),
+        reasoning_effort=body.object("reasoning").get("effort"),
+        verbosity=body.object("text").get("verbosity"),
+    )
     store, echoed = body.flag("store", default=True), _echoed(body)
     _check_depth([echoed, items])
-    return ResponsesRequest(chat, items, store, previous, echoed, warnings)
+    encrypts = INCLUDED in _included(body)
+    return ResponsesRequest(chat, items, store, previous, echoed, warnings, encrypts)
+
+
+def _included(body: Fields) -> tuple[str, ...]:
+    """`include`; what it may ask of tools of OpenAI's own never comes."""
+    included = body.texts("include", MAX_INCLUDED)
+    if LOGPROBS in included:
+        raise RequestError(
+            f"{LOGPROBS} in include is not supported; ask /v1/chat/completions for logprobs",
+            "unsupported_value",
+            "include",
+        )
+    return included
 
 
 def _check_depth(kept: object) -> None:
@@ -111,18 +127,6 @@ def _check_depth(kept: object) -> None:
         json.dumps(kept)
     except RecursionError:
         raise RequestError("the body is nested too deeply; send less of it", None) from None
-
-
-def _refuse(body: Fields) -> None:
-    for name, remedy in _REFUSED.items():
-        if body.get(name):
-            raise RequestError(f"{name} is not supported; {remedy}", "unsupported_parameter", name)
-    if body.text("truncation", "disabled") != "disabled":
-        raise RequestError(
-            "truncation of long inputs is not supported; send disabled, and a shorter input",
-            "unsupported_value",
-            "truncation",
-        )
 
 
 def _echoed(body: Fields) -> Json:
@@ -189,8 +193,8 @@ def _add(chat: ChatTurns, item: Json) -> None:
         case {"type": "function_call_output", "call_id": str(call)}:
             chat.result(call, _text(item.get("output"), PARAGRAPH))
         case {"type": "reasoning"}:
-            parts = item.get("content") or []
-            chat.reasoning("".join(_reasoning(part) for part in parts)) if parts else None
+            if (thought := _thought(item)) is not None:
+                chat.reasoning(thought)
         case {"role": "assistant"}:
             chat.assistant(_text(item.get("content"), ""))
         case {"role": "user"}:
@@ -233,8 +237,13 @@ def _part(part: object) -> str:
     )
 
 
-def _reasoning(part: object) -> str:
-    return _string(part.get("text") if isinstance(part, dict) else None, "text")
+def _thought(item: Json) -> str | None:
+    """The text of a reasoning item, if it can be read."""
+    if parts := item.get("content") or []:
+        listed = parts if isinstance(parts, list) else [parts]
+        texts = (part.get("text") if isinstance(part, dict) else None for part in listed)
+        return "".join(_string(text, "text") for text in texts)
+    return decrypted(item.get("encrypted_content"))
 
 
 def _string(value: object, name: str) -> str:
@@ -269,14 +278,25 @@ def _tools(given: object) -> tuple[list[Json], list[str]]:
 def _tool_choice(choice: object) -> object:
     if isinstance(choice, str):
         return choice
-    if isinstance(choice, dict) and choice.get("type") == "function":
-        return {"type": "function", "function": {"name": choice.get("name")}}
+    match choice:
+        case {"type": "function"}:
+            return _chosen(choice)
+        case {"type": "allowed_tools", "tools": [*listed]}:
+            allowed = {"mode": choice.get("mode"), "tools": [_chosen(each) for each in listed]}
+            return {"type": "allowed_tools", "allowed_tools": allowed}
     raise RequestError(
-        "tool_choice is neither a word nor a function; send auto, none, required, or "
-        '{"type": "function", "name": …}',
+        "tool_choice is neither a word nor a function; send auto, none, required, allowed_tools, "
+        'or {"type": "function", "name": …}',
         "unsupported_value",
         "tool_choice",
     )
+
+
+def _chosen(tool: object) -> object:
+    """A function of a choice, as a chat has it."""
+    if not isinstance(tool, dict) or tool.get("type") != "function":
+        return tool
+    return {"type": "function", "function": {"name": tool.get("name")}}
 
 
 def _response_format(text: Fields) -> Json | None:

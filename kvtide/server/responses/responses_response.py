@@ -24,6 +24,7 @@ from collections.abc import Callable
 from kvtide.engine import Finish
 from kvtide.server.chat.chat_turns import Json
 from kvtide.server.chat.event_formatter import GRAMMAR_ERROR, Ending, TokenCounts
+from kvtide.server.responses.encrypted_reasoning import encrypted
 from kvtide.server.responses.responses_request import ResponsesRequest
 from kvtide.server.tools.output_events import (
     CallArguments,
@@ -44,7 +45,7 @@ class ResponsesWriter:
         self._finished = finished
         self._sent = 0
         self._open: Json | None = None
-        self._store = asked.store
+        self._store, self._encrypts = asked.store, asked.encrypts
         self._response: Json = {
             "id": f"resp_{secrets.token_hex(24)}",
             "object": "response",
@@ -148,6 +149,8 @@ class ResponsesWriter:
             events = [self._item_event("function_call_arguments.done", arguments=arguments)]
         else:
             (part,) = item["content"]
+            if item["type"] == "reasoning" and self._encrypts:
+                item["encrypted_content"] = encrypted(part["text"])
             extra: Json = {"logprobs": []} if item["type"] == "message" else {}
             events = [
                 self._part_event(f"{part['type']}.done", text=part["text"], **extra),

@@ -36,7 +36,7 @@ def session_metrics(stats: Stats) -> Iterable[Metric]:
     yield ends
     yield CounterMetricFamily(
         "kvtide_session_prompt_changes",
-        "Prompts that differ from their session's last one where pages could have been reused.",
+        "Prompts that differ from the last one of their line where pages could have been reused.",
         sessions.changed,
     )
     prefetches = CounterMetricFamily("kvtide_prefetches", "Ended prefetches.", labels=["outcome"])

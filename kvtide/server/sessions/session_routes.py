@@ -26,7 +26,14 @@ from aiohttp import web
 from kvtide.cache import Namespace, Prefetched
 from kvtide.engine import CheckedRequest, Engine, RequestError, session_name
 from kvtide.server.error_responses import refusal
-from kvtide.server.request_parsing import MAX_PRIORITY, Fields, RequestParser, read_json
+from kvtide.server.refused_fields import CHAT, COMPLETION, refuse
+from kvtide.server.request_parsing import (
+    MAX_PRIORITY,
+    TEMPLATE_FIELDS,
+    Fields,
+    RequestParser,
+    read_json,
+)
 from kvtide.server.service import Service, ServiceEndedError
 from kvtide.server.sessions.session_commands import (
     BeginPrefetch,
@@ -40,8 +47,8 @@ from kvtide.spec import Tier
 DEFAULT_TIMEOUT_S, MAX_TIMEOUT_S = 10.0, 600.0
 RETRY_S = 1
 CHAT_FIELDS = (
-    *("model", "messages", "tools", "tool_choice", "parallel_tool_calls", "functions"),
-    *("chat_template_kwargs", "reasoning_effort", "cache_salt"),
+    *("model", "messages", "tools", "tool_choice", "parallel_tool_calls"),
+    *("chat_template_kwargs", *TEMPLATE_FIELDS, "cache_salt"),
 )
 """What the prompt of a chat depends on."""
 
@@ -128,6 +135,7 @@ class SessionRoutes:
 
     def _checked(self, body: Fields, given: str) -> CheckedRequest:
         """The prompt as a request with the same fields would have it."""
+        refuse(body.values, CHAT if given == "messages" else COMPLETION)
         if given == "messages":
             values = {name: body.get(name) for name in CHAT_FIELDS}
             return self._parser.chat(Fields(values | {"max_tokens": 0})).choices[0]
@@ -152,6 +160,7 @@ def _sessions(engine: Engine) -> dict[str, Any]:
             {
                 "id": session,
                 "salted": bool(salt),
+                "lines": state.lines,
                 "tokens": state.tokens,
                 "pinned_tokens": state.pinned_tokens,
                 "idle_seconds": round(state.idle_s, 3),

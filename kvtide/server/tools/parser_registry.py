@@ -260,7 +260,7 @@ class ChatFormats:
 
         content  what the text must be, where the request says so
         """
-        if not (request.required or request.strict or content is not None):
+        if not (request.required or request.guarded or content is not None):
             return None
         frames = self._speaks_harmony() or self.reasoning == THINK
         if not request.callable and not frames:

@@ -47,10 +47,15 @@ class ChoiceMode(Enum):
 
 @dataclass(frozen=True, slots=True)
 class ToolChoice:
-    """`name`, with REQUIRED, is the one function that must be called."""
+    """`name`, with REQUIRED, is the one function that must be called. `allowed` are the functions
+    that may be; None for all of them."""
 
     mode: ChoiceMode
     name: str | None = None
+    allowed: frozenset[str] | None = None
+
+    def may_call(self, name: str) -> bool:
+        return self.name in (None, name) and (self.allowed is None or name in self.allowed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +71,7 @@ class ToolRequest:
         """The tools that this answer may call."""
         if self.choice.mode is ChoiceMode.NONE:
             return ()
-        return tuple(t for t in self.tools if self.choice.name in (None, t.name))
+        return tuple(tool for tool in self.tools if self.choice.may_call(tool.name))
 
     @property
     def several(self) -> bool:
@@ -78,8 +83,9 @@ class ToolRequest:
         return self.choice.mode is ChoiceMode.REQUIRED
 
     @property
-    def strict(self) -> bool:
-        return any(tool.strict for tool in self.callable)
+    def guarded(self) -> bool:
+        """Whether a grammar holds calls in free text to these tools and their schemas."""
+        return self.choice.allowed is not None or any(tool.strict for tool in self.callable)
 
 
 NO_TOOLS = ToolRequest()
@@ -187,13 +193,15 @@ def _check_names(names: Iterable[str]) -> None:
 def _choice(given: object, tools: tuple[FunctionTool, ...]) -> ToolChoice:
     if given is None:
         return ToolChoice(ChoiceMode.AUTO if tools else ChoiceMode.NONE)
+    if isinstance(given, dict) and given.get("type") == "allowed_tools":
+        return _allowed(given.get("allowed_tools"), tools)
     if isinstance(given, str) and given in {mode.value for mode in ChoiceMode}:
         mode, name = ChoiceMode(given), None
     elif (name := _chosen_name(given)) is not None:
         mode = ChoiceMode.REQUIRED
     else:
         raise RequestError(
-            f"tool_choice is {given!r:.80}; send auto, none, required, or "
+            f"tool_choice is {given!r:.80}; send auto, none, required, allowed_tools, or "
             '{"type": "function", "function": {"name": …}}',
             "invalid_value" if isinstance(given, str) else "invalid_type",
             "tool_choice",
@@ -203,12 +211,34 @@ def _choice(given: object, tools: tuple[FunctionTool, ...]) -> ToolChoice:
             "tool_choice asks for a call and there are no tools; send tools, or leave it out",
             param="tool_choice",
         )
-    if name is not None and name not in {tool.name for tool in tools}:
+    if name is not None:
+        _check_known([name], tools)
+    return ToolChoice(mode if tools else ChoiceMode.NONE, name)
+
+
+def _allowed(given: object, tools: tuple[FunctionTool, ...]) -> ToolChoice:
+    fields = given if isinstance(given, dict) else {}
+    mode, listed = fields.get("mode"), fields.get("tools")
+    names = [_chosen_name(each) for each in listed] if isinstance(listed, list) else []
+    known = [name for name in names if name is not None]
+    if mode not in (ChoiceMode.AUTO.value, ChoiceMode.REQUIRED.value) or not known or None in names:
         raise RequestError(
-            f"tool_choice names {name!r:.80}, which is not among the tools; name one of them",
+            "allowed_tools has no mode or lists no functions; send a mode of auto or required, and "
+            'tools as {"type": "function", "function": {"name": …}}',
             param="tool_choice",
         )
-    return ToolChoice(mode if tools else ChoiceMode.NONE, name)
+    _check_known(known, tools)
+    return ToolChoice(ChoiceMode(mode), allowed=frozenset(known))
+
+
+def _check_known(names: Iterable[str], tools: tuple[FunctionTool, ...]) -> None:
+    known = {tool.name for tool in tools}
+    for name in names:
+        if name not in known:
+            raise RequestError(
+                f"tool_choice names {name!r:.80}, which is not among the tools; name one of them",
+                param="tool_choice",
+            )
 
 
 def _chosen_name(given: object) -> str | None:

@@ -181,6 +181,24 @@ def test_what_changed_at_the_front_is_named(client: Client) -> None:
     assert b"2026" not in client.get("/admin/sessions").body
 
 
+def test_requests_beside_a_conversation_change_nothing_of_it(client: Client) -> None:
+    """As clients send sub-agents and titles: under the session of the main conversation."""
+    before = scraped(client)
+    asked = {"session_id": "busy", "return_cached_tokens_details": True}
+    turns: list[str] = []
+    for number in range(3):
+        turns += ["and then the hat " * 4]
+        main = chat(client, SYSTEM, *turns, **asked)
+        agent = chat(client, "Find files, and read them. " * 8, *turns, **asked)
+        title = chat(client, "Name it in three words.", "the cat sat " * 9, **asked)
+        assert [changes(each) for each in (main, agent, title)] == [[], [], []]
+        assert number == 0 or main["prompt_tokens_details"]["cached_tokens"] >= 6 * PAGE
+    assert grown(client, before, "kvtide_session_prompt_changes_total") == 0
+    session = listed(client)["busy"]
+    assert session["lines"] == 3 and session["tokens"] == title["prompt_tokens"] + 2
+    assert session["pinned_tokens"] > main["prompt_tokens"] + agent["prompt_tokens"] - 2 * PAGE
+
+
 def test_changes_are_named_in_streams_too(client: Client) -> None:
     asked = {"session_id": "streamed", "return_cached_tokens_details": True, "max_tokens": 1}
     client.stream("/v1/completions", prompt=[1, *PROMPT], **asked)

@@ -131,6 +131,16 @@ def test_a_strict_tool_leaves_text_free(name: str) -> None:
         assert not takes(composed, "I look.\n" + ONE[name].replace("get_weather", "gets"))
 
 
+@pytest.mark.parametrize("name", FORMATS)
+def test_allowed_tools_are_the_only_ones_that_free_text_calls(name: str) -> None:
+    composed, other = (
+        grammar(name, replace(AUTO, allowed=frozenset({each}))) for each in ("get_weather", "now")
+    )
+    final = "<|channel|>final<|message|>" if name == "harmony" else ""
+    assert takes(composed, final + "Paris is < sunny > {or} so.")
+    assert takes(composed, ONE[name]) and not takes(other, ONE[name])
+
+
 @pytest.mark.parametrize("name", ["deepseek_v32", "deepseek_v4"])
 def test_calls_without_parameters_are_taken_as_the_template_writes_them(name: str) -> None:
     block, body = (

@@ -21,6 +21,10 @@ def tool(name: object = "f", **fields: object) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name, **fields}}
 
 
+def allowed(mode: object, *tools: object) -> dict[str, Any]:
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": [*tools]}}
+
+
 def nested(depth: int) -> dict[str, Any]:
     schema: dict[str, Any] = {"type": "object"}
     for _ in range(depth):
@@ -41,7 +45,8 @@ def test_tools_are_read() -> None:
     assert first.template_form() == tool(description="d", parameters=schema)
     assert first.property_schema("a") == {"type": "integer"} and not first.property_schema("b")
     assert second.parameters == {"type": "object", "properties": {}}
-    assert request.choice == ToolChoice(ChoiceMode.AUTO) and request.strict and not request.required
+    assert request.choice == ToolChoice(ChoiceMode.AUTO) and request.guarded
+    assert not request.required
 
 
 @pytest.mark.parametrize(
@@ -52,7 +57,10 @@ def test_tools_are_read() -> None:
         ("none", ChoiceMode.NONE, []),
         ("required", ChoiceMode.REQUIRED, ["f", "g"]),
         (tool("g"), ChoiceMode.REQUIRED, ["g"]),
+        (allowed("auto", tool("g")), ChoiceMode.AUTO, ["g"]),
+        (allowed("required", tool("g"), tool("f")), ChoiceMode.REQUIRED, ["f", "g"]),
     ],
+    ids=str,
 )
 def test_a_choice_says_what_may_be_called(
     choice: object, mode: ChoiceMode, names: list[str]
@@ -60,7 +68,9 @@ def test_a_choice_says_what_may_be_called(
     request = read_tools([tool(), tool("g")], choice)
     assert request.choice.mode is mode
     assert [each.name for each in request.callable] == names
-    assert request.several == (not isinstance(choice, dict))
+    assert [each.name for each in request.tools] == ["f", "g"]
+    assert request.several == (choice != tool("g"))
+    assert request.guarded == (isinstance(choice, dict) and choice["type"] == "allowed_tools")
 
 
 def test_no_tools_are_no_choice() -> None:
@@ -97,11 +107,20 @@ def test_tools_that_are_none_are_refused(tools: object, words: str, code: str) -
     assert "; " in str(caught.value) and len(str(caught.value)) < 200
 
 
-@pytest.mark.parametrize("choice", ["any", 5, {}, {"type": "function"}, tool("h"), tool(5)])
+@pytest.mark.parametrize(
+    "choice",
+    [
+        *("any", 5, {}, {"type": "function"}, tool("h"), tool(5)),
+        *(allowed("auto"), allowed("none", tool()), allowed(None, tool()), allowed("auto", "f")),
+        *(allowed("auto", tool(), tool("h")), allowed("auto", tool(), {"type": "mcp"})),
+        *({"type": "allowed_tools"}, {"type": "allowed_tools", "mode": "auto", "tools": [tool()]}),
+    ],
+    ids=str,
+)
 def test_choices_that_are_none_are_refused(choice: object) -> None:
-    with pytest.raises(RequestError, match="tool_choice") as caught:
+    with pytest.raises(RequestError, match=r"tool_choice|allowed_tools") as caught:
         read_tools([tool()], choice)
-    assert caught.value.param == "tool_choice"
+    assert caught.value.param == "tool_choice" and "; " in str(caught.value)
     with pytest.raises(RequestError, match="there are no tools"):
         read_tools(None, "required")
 

@@ -1,0 +1,1 @@
+"""What operators see and change: `/admin/storage`, and the report of `/admin/cache`."""
