@@ -12,9 +12,6 @@ import pytest
 
 from kvtide.index import Index, Namespace
 from kvtide.server.kv_events import index_feed
-from kvtide.server.kv_events.block_hashes import VllmHashes
-from kvtide.server.kv_events.block_table import BlockTable
-from kvtide.server.kv_events.event_encoding import TokenPacker
 from kvtide.server.kv_events.index_feed import (
     SLICE_NODES,
     SLICE_S,
@@ -27,11 +24,12 @@ from kvtide.server.kv_events.index_feed import (
 from kvtide.server.kv_events.kv_groups import kv_groups
 from kvtide.server.kv_events.publisher_counts import PublisherCounts
 from kvtide.server.kv_events.publisher_messages import AskedPrompt, Feed
-from kvtide.spec import ModelMemory, Tier
+from kvtide.spec import Tier
 from tests.index.building import build, compute, keep
 from tests.index.memories import ALL_MEMORIES, FULL, PAGE
 from tests.index.traffic import Traffic
-from tests.server.kv_events.consuming import Known, held, published
+from tests.server.kv_events.consuming import held
+from tests.server.kv_events.tables import Table
 
 TEXT = list(range(4 * PAGE))
 
@@ -161,35 +159,6 @@ def test_no_slice_keeps_the_engine_longer_than_a_fraction_of_the_whole() -> None
         stays.append(time.thread_time() - began)
         whole = queue.take().whole
     assert len(stays) > 5 and sorted(stays)[-2] < sum(stays) / 3
-
-
-class Table:
-    """A process's table behind a queue, in place of the process."""
-
-    def __init__(self, memory: ModelMemory, queue: EventQueue) -> None:
-        self._hashes = VllmHashes()
-        page = memory.page_tokens
-        self._table = BlockTable(kv_groups(memory), self._hashes, page, TokenPacker(page))
-        self._queue = queue
-
-    def take(self) -> bool:
-        """Take in what is queued; whether anything was."""
-        changes = Feed.unpacked(Feed(self._queue.take()).packed()).changes
-        if changes.begins:
-            self._table.clear()
-        for change in changes.packed:
-            self._table.hear(unpacked(change))
-        self._table.whole = self._table.whole or changes.whole
-        self._table.settle()
-        return bool(changes)
-
-    @property
-    def known(self) -> Known:
-        found: Known = {}
-        for run in self._table.everything():
-            here = found.setdefault((run.cell.medium, run.cell.group.index), set())
-            here |= {published(self._hashes, block.digest) for block in run.blocks}
-        return found
 
 
 class Taking:
