@@ -5,11 +5,13 @@
 
 The first replays workloads over indexes that are followed. The engine's thread pays for a tuple per
 event and an append to a queue; that is timed call by call and put beside all that the index does
-for a request. A thread of the engine's process packs the events, and a process of its own hashes
-and encodes them; both are timed alone, by their CPU.
+for a request. A thread of the engine's process packs the events and writes them to the publisher's
+process, for one request at a time or for several: a server does it for all requests of 20 ms. The
+process hashes and encodes. Both are timed alone, by their CPU.
 
 The second command runs an engine whose model computes nothing, or waits as for a device,
-alternately with and without a publisher that has a subscriber.
+alternately with and without a publisher that has a subscriber. Beside times it compares the CPU
+time of the engine's thread, and of all threads of its process.
 """
 
 from __future__ import annotations
@@ -18,9 +20,14 @@ import argparse
 import gc
 import os
 import statistics
+import subprocess
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -42,7 +49,7 @@ from kvtide.server.kv_events.event_encoding import EventEncoder, TokenPacker, en
 from kvtide.server.kv_events.index_feed import EventQueue, unpacked
 from kvtide.server.kv_events.kv_event_settings import KVEventSettings
 from kvtide.server.kv_events.kv_groups import kv_groups
-from kvtide.server.kv_events.publisher import Publisher
+from kvtide.server.kv_events.publisher import FEEDING_THREAD, Publisher
 from kvtide.server.kv_events.publisher_counts import PublisherCounts
 from kvtide.server.kv_events.publisher_messages import Feed
 from kvtide.spec import ModelMemory
@@ -57,6 +64,8 @@ CAPACITY_TOKENS = 100_000
 PAGE_TOKENS = 64
 
 UNBOUNDED = 1 << 30
+TOGETHER = 8
+"""Requests whose events are fed at once: a server of 400 a second has so many in 20 ms."""
 
 ANY_PORT = "tcp://127.0.0.1:0"
 TURNS = 7
@@ -67,8 +76,11 @@ Timings = dict[str, list[int]]
 @dataclass(frozen=True, slots=True)
 class EventCost:
     """Per request: events, what the index takes without them, what they take of the engine's
-    thread, of the feeding thread and of the publisher's process, and what that sends. `fraction`:
-    of the index's time."""
+    thread, of the feeding thread and of the publisher's process, and what that sends.
+
+    fraction      of the index's time that the engine's thread takes for events
+    all_fraction  that all threads of the engine's process take
+    """
 
     contestant: str
     workload: str
@@ -82,6 +94,10 @@ class EventCost:
     @property
     def fraction(self) -> float:
         return self.event_us / self.index_us
+
+    @property
+    def all_fraction(self) -> float:
+        return (self.event_us + self.feeding_us) / self.index_us
 
 
 class _Timed:
@@ -114,13 +130,16 @@ def _calibrated() -> tuple[float, float]:
     return statistics.median(inside), statistics.median(outside)
 
 
-def measure(name: str, trace: Trace, capacity_tokens: int, page_tokens: int) -> EventCost:
-    """Replay a trace over a contestant of `kvtide bench index`, followed by a queue."""
+def measure(
+    name: str, trace: Trace, capacity_tokens: int, page_tokens: int, together: int = 1
+) -> EventCost:
+    """Replay a trace over a contestant of `kvtide bench index`, followed by a queue whose events
+    are fed after so many requests."""
     added_inside, added_outside = _calibrated()
     made = contestant(name)(capacity_tokens, page_tokens)
     index: Index = made.index
     queue = EventQueue(kv_groups(index.memory), lambda: None, PublisherCounts(), UNBOUNDED)
-    queue.begin(index)
+    queue.read(index)
     source = index.event_source
     timed = [_Timed(source.stored), _Timed(source.removed)]
     source.stored, source.removed = timed  # type: ignore[method-assign, assignment]
@@ -128,10 +147,12 @@ def measure(name: str, trace: Trace, capacity_tokens: int, page_tokens: int) -> 
     feeding_ns, feeds = 0, list[bytes]()
     gc.collect()
     gc.freeze()  # As a server does.
-    for number, request in enumerate(trace):
-        handle = made.start(made.prepare(number, request.prompt), timings)
-        made.finish(handle, timings)
-        feeding_ns += _feed(queue, feeds)
+    with _reader() as connection:
+        for number, request in enumerate(trace, 1):
+            handle = made.start(made.prepare(number, request.prompt), timings)
+            made.finish(handle, timings)
+            if number % together == 0 or number == trace.requests:
+                feeding_ns += _feed(queue, connection, feeds)
     gc.unfreeze()
     calls = sum(one.calls for one in timed)
     events_ns = sum(one.ns for one in timed) - calls * added_inside
@@ -150,11 +171,24 @@ def measure(name: str, trace: Trace, capacity_tokens: int, page_tokens: int) -> 
     )
 
 
-def _feed(queue: EventQueue, feeds: list[bytes]) -> int:
-    """The CPU time of packing what has happened, which is added to what goes to the process."""
+@contextmanager
+def _reader() -> Iterator[Connection]:
+    """A connection to a process that reads what comes, and does nothing with it."""
+    mine, its = Pipe()
+    with its:
+        reads = subprocess.Popen(["cat"], stdin=its.fileno(), stdout=subprocess.DEVNULL)
+    with mine:
+        yield mine
+    reads.wait()
+
+
+def _feed(queue: EventQueue, connection: Connection, feeds: list[bytes]) -> int:
+    """The CPU time of packing what has happened and writing it to the other process."""
     began = time.thread_time_ns()
     while changes := queue.take():
-        feeds.append(Feed(changes).packed())
+        packed = Feed(changes).packed()
+        connection.send_bytes(packed)
+        feeds.append(packed)
     return time.thread_time_ns() - began
 
 
@@ -164,6 +198,7 @@ def _publish(index: Index, feeds: Sequence[bytes]) -> tuple[int, int]:
     page_tokens = index.memory.page_tokens
     groups, pack = kv_groups(index.memory), TokenPacker(page_tokens)
     table = BlockTable(groups, hashes, page_tokens, pack)
+    table.whole = True
     encoder = EventEncoder(hashes, page_tokens)
     began, sent_bytes = time.thread_time_ns(), 0
     for feed in feeds:
@@ -201,10 +236,11 @@ STEP_LOADS = [
 class StepEventCost:
     """Milliseconds per step without a publisher and with one, which has sent so many events.
 
-    ratio       the median of the turns' ratios
-    cpu_ratio   the same of the CPU time of all threads of the engine's process: what a step would
-                take if the engine's thread waited for all that the others do
-    process_ms  CPU time of the publisher's process per step
+    ratio         the median of the turns' ratios
+    engine_ratio  the same of the CPU time of the engine's thread
+    all_ratio     the same of the CPU time of all threads of the engine's process
+    feeding_ms    CPU time of the feeding thread per step
+    process_ms    CPU time of the publisher's process per step
     """
 
     load: StepLoad
@@ -212,7 +248,9 @@ class StepEventCost:
     quiet_ms: float
     published_ms: float
     ratio: float
-    cpu_ratio: float
+    engine_ratio: float
+    all_ratio: float
+    feeding_ms: float
     process_ms: float
 
 
@@ -232,11 +270,14 @@ class _Waiting(Idle):
 
 
 class ServedTurn(NamedTuple):
-    """Steps, and milliseconds per step: of time, and of the process's CPU until all is settled."""
+    """Steps, and milliseconds per step: of time; of CPU of the engine's thread, of all threads of
+    the process, and of the feeding thread, each until all is fed."""
 
     steps: int
     took_ms: float
-    cpu_ms: float
+    engine_ms: float
+    all_ms: float
+    feeding_ms: float
 
 
 class _Serving:
@@ -261,14 +302,25 @@ class _Serving:
             prompt = (at + self._number * 7919) % VOCABULARY
             prompt[0] = self._number % VOCABULARY
             engine.submit(RequestParams(tuple(prompt.tolist()), load.output_tokens))
-        began, cpu = time.perf_counter(), time.process_time()
+        began, of_all, of_engine = time.perf_counter(), time.process_time(), time.thread_time()
+        fed = feeding_seconds()
         while not engine.idle:
             engine.step()
             steps += 1
-        took = time.perf_counter() - began
+        took, of_engine = time.perf_counter() - began, time.thread_time() - of_engine
+        of_all, fed_meanwhile = time.process_time() - of_all, feeding_seconds() - fed
         while not settled():
-            time.sleep(0.001)
-        return ServedTurn(steps, took * 1e3 / steps, (time.process_time() - cpu) * 1e3 / steps)
+            time.sleep(0.02)
+        feeding = feeding_seconds() - fed
+        of_all += feeding - fed_meanwhile  # Without what the waiting takes.
+        return ServedTurn(steps, *(s * 1e3 / steps for s in (took, of_engine, of_all, feeding)))
+
+
+def feeding_seconds() -> float:
+    """CPU time of the thread that feeds a publisher's process, so far; 0 without one."""
+    found = [each.ident for each in threading.enumerate() if each.name == FEEDING_THREAD]
+    clocks = [time.pthread_getcpuclockid(number) for number in found if number is not None]
+    return sum(map(time.clock_gettime, clocks))
 
 
 def measure_steps(load: StepLoad, turns: int) -> StepEventCost:
@@ -279,7 +331,7 @@ def measure_steps(load: StepLoad, turns: int) -> StepEventCost:
     publisher = Publisher(KVEventSettings(ANY_PORT, ANY_PORT), followed.index, lambda: None)
     turns_taken: list[tuple[ServedTurn, ServedTurn]] = []
     try:
-        publisher.begin(followed.index)
+        publisher.read(followed.index)
         with zmq.Context() as context, context.socket(zmq.SUB) as subscriber:
             subscriber.subscribe("")
             subscriber.connect(publisher.endpoint)
@@ -298,13 +350,16 @@ def measure_steps(load: StepLoad, turns: int) -> StepEventCost:
         followed.close()
         torch.set_num_threads(threads)
     steps = sum(beside.steps for _, beside in turns_taken)
+    pairs = [(beside, alone) for alone, beside in turns_taken]
     return StepEventCost(
         load,
         events,
-        statistics.median(alone.took_ms for alone, _ in turns_taken),
-        statistics.median(beside.took_ms for _, beside in turns_taken),
-        statistics.median(beside.took_ms / alone.took_ms for alone, beside in turns_taken),
-        statistics.median(beside.cpu_ms / alone.cpu_ms for alone, beside in turns_taken),
+        statistics.median(alone.took_ms for _, alone in pairs),
+        statistics.median(beside.took_ms for beside, _ in pairs),
+        statistics.median(beside.took_ms / alone.took_ms for beside, alone in pairs),
+        statistics.median(beside.engine_ms / alone.engine_ms for beside, alone in pairs),
+        statistics.median(beside.all_ms / alone.all_ms for beside, alone in pairs),
+        statistics.median(beside.feeding_ms for beside, _ in pairs),
         process_s * 1e3 / steps,
     )
 
@@ -317,16 +372,16 @@ def cpu_seconds(process: int) -> float:
 
 def print_steps(loads: Sequence[StepLoad], turns: int) -> None:
     print(
-        "| memory | output | model ms | step ms, quiet | published | ratio | CPU ratio | "
-        "process ms |"
+        "| memory | output | model ms | step ms, quiet | published | ratio | engine's CPU | "
+        "all CPU | feeding ms | process ms |"
     )
-    print("|---|---|---|---|---|---|---|---|")
+    print("|---|---|---|---|---|---|---|---|---|---|")
     for load in loads:
         cost = measure_steps(load, turns)
         print(
             f"| {load.memory} | {load.output_tokens} | {load.model_ms:g} | {cost.quiet_ms:.2f} | "
-            f"{cost.published_ms:.2f} | {cost.ratio:.2f} | {cost.cpu_ratio:.2f} | "
-            f"{cost.process_ms:.2f} |",
+            f"{cost.published_ms:.2f} | {cost.ratio:.2f} | {cost.engine_ratio:.2f} | "
+            f"{cost.all_ratio:.2f} | {cost.feeding_ms:.2f} | {cost.process_ms:.2f} |",
             flush=True,
         )
 
@@ -336,18 +391,23 @@ def print_steps(loads: Sequence[StepLoad], turns: int) -> None:
 
 def print_requests() -> None:
     print(
-        "| index | workload | events | index µs | events µs | of the index | feeding µs | "
+        "| index | workload | events | index µs | engine's thread µs | of the index | "
+        f"feeding µs | {TOGETHER} together | all threads, of the index | {TOGETHER} together | "
         "process µs | bytes |"
     )
-    print("|---|---|---|---|---|---|---|---|---|")
+    print("|---|---|---|---|---|---|---|---|---|---|---|---|")
     for name in CONTESTANTS:
         for workload in WORKLOADS:
             trace = parse(workload)
             capacity_tokens = max(CAPACITY_TOKENS, 2 * trace.longest_tokens)
-            cost = measure(name, trace, capacity_tokens, PAGE_TOKENS)
+            cost, more = (
+                measure(name, trace, capacity_tokens, PAGE_TOKENS, together)
+                for together in (1, TOGETHER)
+            )
             print(
                 f"| {name} | {workload} | {cost.events:.2f} | {cost.index_us:.1f} | "
                 f"{cost.event_us:.2f} | {cost.fraction:.1%} | {cost.feeding_us:.1f} | "
+                f"{more.feeding_us:.1f} | {cost.all_fraction:.1%} | {more.all_fraction:.1%} | "
                 f"{cost.process_us:.0f} | {cost.sent_bytes:,.0f} |",
                 flush=True,
             )

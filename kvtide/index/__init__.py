@@ -29,6 +29,7 @@ from kvtide.index.tree.holds import (
     SidecarImport,
     Taken,
 )
+from kvtide.index.tree.tree_reading import TreeReading
 from kvtide.index.tree.tree_survey import TreeBranch, TreeSurvey
 
 __all__ = [
@@ -58,6 +59,7 @@ __all__ = [
     "Stop",
     "Taken",
     "TreeBranch",
+    "TreeReading",
     "TreeSurvey",
     "WantedPages",
 ]

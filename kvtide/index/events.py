@@ -74,16 +74,12 @@ class Event(NamedTuple):
     @property
     def slots(self) -> Slots:
         """Where the pages are, or were."""
-        return self.run_slots[self.first :] if self.first else self.run_slots
+        return self.run_slots[self.first :]
 
     @property
     def tokens(self) -> bytes:
         """The packed tokens of the pages, by position: see `keys` for the holdback."""
-        page, after = self.sizes
-        end = len(self.run_tokens) - after
-        if self.first or not after:
-            return self.run_tokens[self.first * page - after : end]
-        return self.lead[len(self.lead) - after :] + self.run_tokens[:end]
+        return stored_pages(self)[1]
 
     @property
     def after(self) -> bytes:
@@ -93,14 +89,29 @@ class Event(NamedTuple):
     @property
     def above(self) -> tuple[CellName, int] | None:
         """Where the page before them, or before `between`, is; None at the beginning."""
-        if self.first:
-            return self.cell, self.run_slots.item(self.first - 1)
-        if self.above_cell is None or self.above_slots is None:
-            return None
-        return self.above_cell, self.above_slots.item(-1)
+        return stored_pages(self)[2]
 
 
 EventFields = tuple[Any, ...]
 """An event as a plain tuple, which costs half as much to make: `Event(*fields)` names its parts."""
 Listener = Callable[[Event], None]
 FieldsListener = Callable[[EventFields], None]
+
+
+def stored_pages(
+    event: EventFields,
+) -> tuple[Slots, bytes, tuple[CellName, int] | None, Namespace | None, bytes]:
+    """Of an event of being stored: `Event.slots`, `tokens`, `above`, `namespace`, `between`.
+
+    A listener of fields calls it for every event, so it does what the properties do at once.
+    """
+    _, _, cell, first, slots, tokens, (page, after), lead, above, beside, *beginning = event
+    end = len(tokens) - after
+    if first:
+        before = (cell, slots.item(first - 1))
+        return slots[first:], tokens[first * page - after : end], before, None, b""
+    if after:
+        tokens = lead[len(lead) - after :] + tokens[:end]
+    place = None if above is None else (above, beside.item(-1))
+    namespace, between = beginning or (None, b"")
+    return slots, tokens, place, namespace, between

@@ -46,6 +46,7 @@ from kvtide.index.tree.event_source import EventSource
 from kvtide.index.tree.holds import Arrival, Departure, Import, IndexLease, Taken
 from kvtide.index.tree.presence import SidecarSlots
 from kvtide.index.tree.tree import Tree
+from kvtide.index.tree.tree_reading import TreeReading
 from kvtide.index.tree.tree_survey import Standing, TreeSurvey
 from kvtide.spec import ModelMemory, PageMove, Slots, Tier
 
@@ -352,10 +353,10 @@ class Index:
         """The same for a listener that only queues events: it gets them as plain tuples."""
         self.tree.events.subscribe(listener)
 
-    def readable(self) -> Iterator[Event]:
-        """All pages that are readable now, as events of being stored: for a listener that begins,
-        or has missed some. They bear the number of the last event."""
-        return self.tree.events.everything(self.tree.walk())
+    def read(self) -> TreeReading:
+        """All pages that are readable, as events of being stored, a few nodes at a time: for a
+        listener that begins, or has missed events. Ends the reading before it."""
+        return self.tree.read()
 
     @property
     def last_event(self) -> int:

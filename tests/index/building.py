@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kvtide.index import DEFAULT_NAMESPACE, Branches, Index, IndexLease, Namespace
+from kvtide.index import DEFAULT_NAMESPACE, Branches, Event, Index, IndexLease, Namespace
 from kvtide.spec import ModelMemory, Tier
 
 Pages = int | Mapping[str, int]
@@ -59,6 +59,14 @@ def compute(
         assert index.reserve_with(lease, len(tokens), checkpoints)
     index.commit(lease, len(tokens))
     return lease
+
+
+def readable(index: Index) -> list[Event]:
+    """All that is readable now, as events of being stored."""
+    reading, events = index.read(), list[Event]()
+    while not reading.complete:
+        events += [Event(*fields) for fields in reading.advance(8)]
+    return events
 
 
 def keep(index: Index, tokens: Sequence[int], **options: Any) -> None:

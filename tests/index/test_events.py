@@ -11,7 +11,7 @@ from kvtide.index import POLICIES, Event, EventKind, EveryPages, Namespace
 from kvtide.index.keys import pack
 from kvtide.spec import Tier
 from kvtide.testing.naive import NaiveIndex
-from tests.index.building import build, compute, keep
+from tests.index.building import build, compute, keep, readable
 from tests.index.memories import ALL_MEMORIES, FULL, PAGE
 from tests.index.traffic import Traffic
 
@@ -107,7 +107,7 @@ def test_a_listener_that_begins_late_knows_as_much_as_one_that_heard_everything(
         traffic.naive.end_step()
         if number % 10 == 0:
             late = NaiveIndex(traffic.memory)
-            for event in traffic.index.readable():
+            for event in readable(traffic.index):
                 assert event.number == traffic.index.tree.events.number
                 late.hear(event)
             assert late.readable == traffic.naive.readable, f"seed {SEED}, step {number}"

@@ -7,7 +7,16 @@ import pytest
 from kvtide.index import EventKind, Index, Namespace
 from kvtide.spec import ModelMemory, Tier
 from kvtide.testing.naive import NaiveIndex
-from tests.index.building import back_up, build, clear_homes, compute, found, keep, lease_for
+from tests.index.building import (
+    back_up,
+    build,
+    clear_homes,
+    compute,
+    found,
+    keep,
+    lease_for,
+    readable,
+)
 from tests.index.memories import ALL_MEMORIES, DRAFTED, FULL, PAGE, TWO_HISTORIES, WINDOW
 
 TEXT = list(range(1, 6 * PAGE + 1))
@@ -306,7 +315,7 @@ def test_listeners_hear_once_that_quarantined_pages_are_gone_and_nothing_later(
     back_up(index, TEXT)
     lease = lease_for(index, [*TEXT, *[9] * (2 * PAGE)])
     other = index.copy(lease, Tier.HOST, Tier.STORAGE)
-    for event in index.readable():
+    for event in readable(index):
         naive.hear(event)
     heard = []
     index.subscribe(heard.append)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from kvtide.index.events import (
     CellName,
-    Event,
     EventFields,
     EventKind,
     FieldsListener,
@@ -54,16 +53,11 @@ class EventSource:
         self.number = number = self.number + 1
         self._notify((number, _REMOVED, self._cells[cell], first, node.slots[cell]))
 
-    def everything(self, nodes: Iterable[Node]) -> Iterator[Event]:
-        """STORED events of all that is readable, numbered like the last event that was made.
-
-        `nodes` are all nodes, parents first.
-        """
-        for node in nodes:
-            if not node.hidden:
-                for cell in range(len(self._cells)):
-                    if node.resident >> cell & 1:
-                        yield Event(*self._from_start(node, cell))
+    def readable(self, node: Node) -> Iterator[EventFields]:
+        """STORED events of all cells of the node, numbered like the last event that was made."""
+        for cell in range(len(self._cells)):
+            if node.resident >> cell & 1:
+                yield self._from_start(node, cell)
 
     def _from_start(self, node: Node, cell: int) -> EventFields:
         """All pages of the node were stored; the one before them may be in any cell, or in none."""

@@ -39,6 +39,7 @@ class Node:
     departed       bit per cell: its pages there, computed or fetched, have been given to a store
     last … priority  what eviction policies look at
     stop           the page up to which the request that computed the run went on
+    read           the number of the reading that visited it last (`tree_reading`)
     key            key of the run's last page, computed on demand
     """
 
@@ -61,6 +62,7 @@ class Node:
         "pins",
         "priority",
         "queued",
+        "read",
         "resident",
         "slots",
         "sought",
@@ -93,6 +95,7 @@ class Node:
         self.hits = 0
         self.priority = 0
         self.stop = 0
+        self.read = 0
         self.key: bytes | None = None
 
     @property

@@ -21,6 +21,7 @@ from kvtide.index.tree.node_keys import NodeKeys
 from kvtide.index.tree.pins import Pins
 from kvtide.index.tree.presence import Presence
 from kvtide.index.tree.slots import SlotPool
+from kvtide.index.tree.tree_reading import TreeReading
 from kvtide.spec import ModelMemory, Slots, Tier
 
 
@@ -29,6 +30,7 @@ class Tree:
 
     homes     by anchor, the cell where a forward pass reads its pages and leases take their slots
     hot_rows  buffers of running leases in the hot pools
+    reading   the last one that was begun
     """
 
     def __init__(
@@ -63,6 +65,7 @@ class Tree:
         sizes = PackedSizes(self.page_bytes, self.after_bytes)
         self.events = EventSource(names, self.keys, sizes)
         self.listeners = self.events.listeners
+        self.reading = TreeReading(self.events, 0, ())
         self.nodes = 0
         self.tick = 0
         self._numbers = 0
@@ -117,6 +120,8 @@ class Tree:
         upper.last, upper.born = node.last, node.born
         upper.hits, upper.priority, upper.stop = node.hits, node.priority, node.stop
         upper.ahead, upper.sought, upper.departed = node.ahead, node.sought, node.departed
+        upper.read = node.read
+        self.reading.split(upper, node)
         self.nodes += 1
         for cell in self.finite_cells:
             self.cells[cell].queue.offer(upper)
@@ -161,6 +166,7 @@ class Tree:
         run = joinable(node, self.finite_bits)
         if len(run) > 1:
             merge(run, self.page_bytes)
+            self.reading.joined(run)
             self.nodes -= len(run) - 1
 
     def truncate(self, node: Node, pages: int, cell: int) -> None:
@@ -380,6 +386,11 @@ class Tree:
             return
         if self.listeners:
             self.events.removed(node, cell, first)
+
+    def read(self) -> TreeReading:
+        """Begin a reading, which takes the place of the one before."""
+        self.reading = TreeReading(self.events, self.reading.number + 1, self.roots.values())
+        return self.reading
 
     # -- looking around ---------------------------------------------------------------------
 

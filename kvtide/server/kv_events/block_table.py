@@ -117,6 +117,7 @@ Change = Appeared | Left
 class BlockTable:
     """See the module. `changes` are those since they were last taken, of `pages` blocks.
 
+    whole        all that is readable in the index has come
     pack         writes a block's tokens as events have them
     fingerprint  what page keys begin with: the index's
     """
@@ -145,7 +146,7 @@ class BlockTable:
         self.clear()
 
     def clear(self) -> None:
-        """Forget what the index has; what the folder has stays."""
+        """Forget what the index has, which is read anew; what the folder has stays."""
         bit = self._storage.bit if self._folder is not None and self._storage is not None else 0
         for block in self.blocks.values():
             kept = block.held & bit
@@ -157,6 +158,7 @@ class BlockTable:
         self._slots: list[dict[int, Block]] = [{} for _ in self._cells]
         self._waiting: dict[bytes, dict[bytes, Block]] = {}
         self._recent: dict[tuple[bytes, bytes], Block] = {}
+        self.whole = False
         self._forget_left()
 
     def take(self) -> list[Change]:
@@ -164,20 +166,29 @@ class BlockTable:
         return taken
 
     def hear(self, change: PageChange) -> None:
-        """Follow the index by one change; all must come, in order."""
+        """Follow the index by one change; all must come, in order.
+
+        Until the table is whole, a change may be of pages behind one that is not here yet, or
+        repeat what is here (`index.tree.tree_reading`).
+        """
         cell, slots = self._cells[change.cell], self._slots[change.cell]
         numbers = memoryview(change.slots).cast("i").tolist()
         if isinstance(change, PagesRemoved):
             for slot in reversed(numbers):  # The last leave first.
-                self._lose(cell, self.blocks[slots.pop(slot).digest])
+                if slot in slots or self.whole:
+                    self._lose(cell, self.blocks[slots.pop(slot).digest])
             return
         place = self._place(change)
+        if place is None:
+            return
         for slot, piece in zip(numbers, self._pieces(change.tokens), strict=True):
-            # vLLM's hashes do not tell an adapter from a salt of the same name in first blocks:
-            # the slot remembers its own.
-            slots[slot] = block = self._block(place, piece)
-            self._hold(cell, self._known(block))
-            place = _behind(block)
+            if slot not in slots:
+                # vLLM's hashes do not tell an adapter from a salt of the same name in first
+                # blocks: the slot remembers its own.
+                slots[slot] = block = self._block(place, piece)
+                self._hold(cell, self._known(block))
+            assert slots[slot].parent == place.digest, f"slot {slot} has another page"
+            place = _behind(slots[slot])
 
     # -- which block ------------------------------------------------------------------------
 
@@ -208,14 +219,18 @@ class BlockTable:
             self._unwatched[block.key] = block
         return known
 
-    def _place(self, change: PagesStored) -> BlockPlace:
-        """Where the change's pages begin."""
+    def _place(self, change: PagesStored) -> BlockPlace | None:
+        """Where the change's pages begin; None behind a page that is not here yet."""
         if change.above is None:
             assert change.namespace is not None
-            place = self._beginning(change.namespace)
+            place = self._beginning(Namespace(*change.namespace))
         else:
             cell, slot = change.above
-            place = _behind(self._slots[cell][slot])
+            above = self._slots[cell].get(slot)
+            if above is None:
+                assert not self.whole, f"nothing is in slot {slot} of cell {cell}"
+                return None
+            place = _behind(above)
         for piece in self._pieces(change.between):
             place = _behind(self._block(place, piece))
         return place

@@ -1,14 +1,15 @@
 """The publisher of KV events: the server's end of the process that publishes.
 
     engine's thread ──events──▶ EventQueue ─┐
-                    ──prompts, folder──────▶ feeding thread ──pickled──▶ publisher_process
-                                             ▲                                │
-                                             └───────────── reports ──────────┘
+                    ──prompts, folder──────▶ feeding thread ──bytes──▶ publisher_process
+                                             ▲                              │
+                                             └──────────── reports ─────────┘
 
 The engine's thread appends to bounded queues and never waits. The feeding thread packs what they
-have, which takes a few microseconds an event; it waits for the process where that is behind. All
-else, hashing, encoding, sending and replays, the process does, beside the interpreter that the
-engine runs in. A process that ends is started again, and gets the index anew.
+have, many requests' events at once, which takes a few microseconds an event; it waits for the
+process where that is behind. All else, hashing, encoding, sending and replays, the process does,
+beside the interpreter that the engine runs in. A process that ends is started again, and gets the
+index anew.
 """
 
 from __future__ import annotations
@@ -41,11 +42,14 @@ from kvtide.server.kv_events.publisher_messages import (
 )
 from kvtide.server.setting_values import SettingsError
 
+FEEDING_THREAD = "kvtide-kv-events"
 PROCESS = "kvtide.server.kv_events.publisher_process"
 LIBRARIES = ("zmq", "msgpack")
 """Only the process imports them."""
-POLL_S = 0.005
-"""How often the queues are looked at."""
+POLL_S = 0.02
+"""How often the queues are looked at: writing to the process costs more than packing an event."""
+READING_POLL_S = 0.005
+"""The same while the index is read, a slice at a time."""
 MAX_PROMPTS = 256
 """So many prompts wait to be named; older ones are not."""
 RETRY_S, CLOSE_S = 1.0, 2.0
@@ -56,14 +60,14 @@ log = logging.getLogger("kvtide")
 class Publisher:
     """See the module. Starts the process, or raises `SettingsError`.
 
-    read_anew  asks for a call of `begin` on the engine's thread; may be called from any thread
+    ask  asks for a call of `read` on the engine's thread; may be called from any thread
     """
 
     def __init__(
         self,
         settings: KVEventSettings,
         index: Index,
-        read_anew: Callable[[], None],
+        ask: Callable[[], None],
         *,
         queue_events: int = QUEUE_EVENTS,
     ) -> None:
@@ -71,7 +75,7 @@ class Publisher:
             raise SettingsError("--kv-events needs pyzmq and msgpack; install kvtide[events]")
         groups = kv_groups(index.memory)
         self._counts = PublisherCounts()
-        self._queue = EventQueue(groups, read_anew, self._counts, queue_events)
+        self._queue = EventQueue(groups, ask, self._counts, queue_events)
         self._prompts: deque[AskedPrompt] = deque(maxlen=MAX_PROMPTS)
         self._folders: deque[FolderSource | None] = deque()
         self._folder: FolderSource | None = None
@@ -82,14 +86,14 @@ class Publisher:
         # A process that is started again binds what the first one has found.
         bound = replace(settings, endpoint=self.endpoint, replay=self.replay_endpoint)
         self._start = replace(start, settings=bound)
-        self._thread = threading.Thread(target=self._run, name="kvtide-kv-events", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=FEEDING_THREAD, daemon=True)
         self._thread.start()
 
     # -- on the engine's thread -------------------------------------------------------------
 
-    def begin(self, index: Index) -> None:
-        """Hand over what is readable, and follow the index from here on. Between two steps."""
-        self._queue.begin(index)
+    def read(self, index: Index) -> None:
+        """Hand over a slice of what is readable, and follow the index. Between two steps."""
+        self._queue.read(index)
 
     def follow(self, folder: FolderSource | None) -> None:
         """Publish what this folder has of the known pages as on STORAGE."""
@@ -134,7 +138,7 @@ class Publisher:
         while not self._closing.is_set():
             try:
                 while not self._closing.is_set():
-                    self._process.hear(POLL_S)
+                    self._process.hear(READING_POLL_S if self._queue.reading else POLL_S)
                     self._feed()
             except (EOFError, OSError):
                 if not self._closing.wait(RETRY_S):

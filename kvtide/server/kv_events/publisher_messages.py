@@ -1,4 +1,4 @@
-"""What the server's process and the publisher's exchange, pickled, over a socket pair of their own.
+"""What the server's process and the publisher's exchange, over a socket pair of their own.
 
 server ── Start ─▶ process        server ◀─ Bound | Refused ── process
 server ── Feed ──▶ process        server ◀──── PublisherReport ──────── process     and so on
@@ -7,10 +7,11 @@ server ── end of file ──▶ process: says that nothing is here any longe
 
 from __future__ import annotations
 
+import marshal
 import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from kvtide.index import Namespace
 from kvtide.server.kv_events.folder_pages import FolderSource
@@ -55,14 +56,17 @@ class Feed(NamedTuple):
     folders: Sequence[FolderSource | None] = ()
 
     def packed(self) -> bytes:
-        """As plain tuples: pickle looks every class up by its name."""
-        fields = (*self.changes, self.prompts, self.folders)
-        return pickle.dumps(fields, pickle.HIGHEST_PROTOCOL)
+        """Changes as plain tuples, which `marshal` writes in half of pickle's time."""
+        asked = (self.prompts, self.folders)
+        rest = pickle.dumps(asked, pickle.HIGHEST_PROTOCOL) if any(asked) else b""
+        changes: Any = self.changes  # Arrays are written as their bytes.
+        return marshal.dumps((*changes, rest))
 
     @classmethod
     def unpacked(cls, packed: bytes) -> Feed:
-        begins, changes, prompts, folders = pickle.loads(packed)
-        return cls(IndexChanges(begins, changes), prompts, folders)
+        """Both ends run the same interpreter, so that they agree on marshal's format."""
+        begins, whole, changes, rest = marshal.loads(packed)
+        return cls(IndexChanges(begins, whole, changes), *(pickle.loads(rest) if rest else ()))
 
 
 class PublisherReport(NamedTuple):

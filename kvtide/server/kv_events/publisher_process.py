@@ -90,20 +90,19 @@ class PublisherProcess:
             self._table.follow(None)
             self._open_folder()
         if feed.changes.begins:
-            self._begin(feed)
-        else:
-            for change in feed.changes.packed:
-                self._table.hear(unpacked(change))
-                if self._table.pages >= BATCH_PAGES:
-                    self._publish_changes()
+            self._begin()
+        for change in feed.changes.packed:
+            self._table.hear(unpacked(change))
+            if self._table.pages >= BATCH_PAGES:
+                self._publish_changes()
+        if feed.changes.whole:
+            self._table.whole = True
         for prompt in feed.prompts:
             self._table.name(prompt.namespace, prompt.tokens)
 
-    def _begin(self, feed: Feed) -> None:
-        """Publish all there is, after everything was cleared."""
+    def _begin(self) -> None:
+        """The index is read anew: publish that nothing is left of it, but what the folder has."""
         self._table.clear()
-        for change in feed.changes.packed:
-            self._table.hear(unpacked(change))
         self._settle()
         self._table.take()
         for events in self._state():

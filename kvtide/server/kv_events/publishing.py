@@ -26,14 +26,14 @@ def publish_kv_events(
     if settings is None:
         return None
 
-    def read_anew() -> None:
-        service.call_from_thread(lambda engine: publisher.begin(engine.cache.index))
+    def ask() -> None:
+        service.call_from_thread(lambda engine: publisher.read(engine.cache.index))
 
-    publisher = Publisher(settings, rank.engine.cache.index, read_anew)
+    publisher = Publisher(settings, rank.engine.cache.index, ask)
     shape = RankShape(rank.topology.stages, rank.topology.tensor.count)
     follow = FollowStorage(publisher, rank.engine.cache, shape)
     service.call_from_thread(lambda engine: engine.cache.storage.listen(follow))
-    read_anew()
+    ask()
     return publisher
 
 

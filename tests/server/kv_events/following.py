@@ -28,11 +28,11 @@ class Followed:
         self.index: Index = self.traffic.index
         self._calls: list[Callable[[], None]] = []
         chosen = replace(settings or KVEventSettings(LOCAL, LOCAL), beacon_s=0.1)
-        self.publisher = kind(chosen, self.index, self._read_anew, **options)
-        self.publisher.begin(self.index)
+        self.publisher = kind(chosen, self.index, self._ask, **options)
+        self.publisher.read(self.index)
 
-    def _read_anew(self) -> None:
-        self._calls.append(lambda: self.publisher.begin(self.index))
+    def _ask(self) -> None:
+        self._calls.append(lambda: self.publisher.read(self.index))
 
     def between_steps(self) -> None:
         while self._calls:

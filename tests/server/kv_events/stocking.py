@@ -55,8 +55,8 @@ class Stocked:
         self.cache = self.rig.cache
         self.attach()
         chosen = replace(settings or KVEventSettings(LOCAL, LOCAL), beacon_s=0.1)
-        self.publisher = Publisher(chosen, self.cache.index, self._read_anew)
-        self.publisher.begin(self.cache.index)
+        self.publisher = Publisher(chosen, self.cache.index, self._ask)
+        self.publisher.read(self.cache.index)
         self.cache.storage.listen(FollowStorage(self.publisher, self.cache, RankShape()))
 
     def attach(self) -> None:
@@ -65,8 +65,8 @@ class Stocked:
         self.store: Store = open_store(url, self.cache.storage.space)
         self.cache.storage.attach(self.store)
 
-    def _read_anew(self) -> None:
-        self._calls.append(lambda: self.publisher.begin(self.cache.index))
+    def _ask(self) -> None:
+        self._calls.append(lambda: self.publisher.read(self.cache.index))
 
     def between_steps(self) -> None:
         while self._calls:

@@ -19,7 +19,7 @@ from tests.server.kv_events.following import LOCAL, Followed
 from tests.server.kv_events.indexing import MAX_S, Indexer, LossyRoute, install
 
 pytestmark = pytest.mark.full
-MEMORIES = ("full", "window", "recurrent", "window and state", "two histories")
+MEMORIES = ("full", "window", "recurrent", "window and state", "two histories", "v4")
 NAMESPACES = (Namespace(), Namespace(), Namespace(adapter="lora"), Namespace(cache_salt="salt"))
 Answer = tuple[int, int, int]
 
@@ -43,7 +43,8 @@ def _other_names(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def in_index(made: Followed, tokens: list[int], namespace: Namespace) -> Answer:
-    """The cached tokens of a prompt, tier after tier, by the pages of its history."""
+    """The cached tokens of a prompt, tier after tier, by the pages of its history: those that a
+    request reuses, and with several anchors perhaps more."""
     anchor = made.traffic.memory.anchors[0].name
     keys = made.traffic.naive.page_keys(tokens, namespace)
     pages, found = 0, []
@@ -53,9 +54,10 @@ def in_index(made: Followed, tokens: list[int], namespace: Namespace) -> Answer:
             pages += 1
         found.append(pages * PAGE)
     device, host, storage = found
-    if len(made.traffic.memory.anchors) == 1:
-        prompt = made.index.prompt([*tokens, 0], namespace)
-        assert made.index.match(prompt, Tier.DEVICE).boundary * PAGE == device
+    prompt = made.index.prompt([*tokens, 0], namespace)
+    reused = [made.index.match(prompt, tier).boundary * PAGE for tier in Tier]
+    assert all(one <= answer for one, answer in zip(reused, found, strict=True))
+    assert reused == found or len(made.traffic.memory.anchors) > 1
     return device, host, storage
 
 
