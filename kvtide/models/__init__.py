@@ -25,9 +25,17 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from kvtide.models.family_registry import FAMILIES, Model, build, build_mtp, has_mtp, mtp_remark
+    from kvtide.models.family_registry import (
+        FAMILIES,
+        Model,
+        build,
+        build_mtp,
+        has_mtp,
+        longest_sequence,
+        mtp_remark,
+    )
 
-__all__ = ["FAMILIES", "Model", "build", "build_mtp", "has_mtp", "mtp_remark"]
+__all__ = ["FAMILIES", "Model", "build", "build_mtp", "has_mtp", "longest_sequence", "mtp_remark"]
 
 
 def __getattr__(name: str) -> Any:

@@ -28,7 +28,7 @@ from kvtide.models.kimi_linear import KimiLinear
 from kvtide.models.lfm2 import Lfm2
 from kvtide.models.llama import Llama
 from kvtide.models.mixtral import Mixtral
-from kvtide.models.model import Decoder, Model
+from kvtide.models.model import Decoder, Model, max_positions
 from kvtide.models.mtp import NextTokenDraft
 from kvtide.models.multimodal import LanguageModelWeights
 from kvtide.models.nemotron_h import NemotronH
@@ -40,7 +40,16 @@ from kvtide.spec.config import Config
 from kvtide.spec.families import KVDType, declare, declare_mtp, language_model, mtp_layers
 from kvtide.spec.residency import ALL_RESIDENT, Residency
 
-__all__ = ["FAMILIES", "MTP", "Model", "build", "build_mtp", "has_mtp", "mtp_remark"]
+__all__ = [
+    "FAMILIES",
+    "MTP",
+    "Model",
+    "build",
+    "build_mtp",
+    "has_mtp",
+    "longest_sequence",
+    "mtp_remark",
+]
 
 FAMILIES: dict[str, type[Decoder]] = {
     "bamba": Bamba,
@@ -178,6 +187,11 @@ def build(
     return published.family(
         Blueprint(published.fields, published.weights, memory, ops, dtype, ranks=ranks)
     )
+
+
+def longest_sequence(config: Mapping[str, object], weights: Weights) -> int:
+    """Tokens of the longest sequence of the model that `build` gives."""
+    return max_positions(_Published.of(config, weights).fields)
 
 
 def has_mtp(config: Mapping[str, object], weights: Weights) -> bool:

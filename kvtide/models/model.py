@@ -48,6 +48,11 @@ class Model(Protocol):
         together, and get the same bits."""
 
 
+def max_positions(config: Config) -> int:
+    """Tokens of the longest sequence that a model may have."""
+    return config.count("max_position_embeddings", "model_max_length")
+
+
 class Decoder:
     """`DEFAULTS` are config fields that published configs of the family leave out."""
 
@@ -62,7 +67,7 @@ class Decoder:
         self.memory = blueprint.memory
         self.ops, self.ranks = blueprint.ops, blueprint.ranks
         self.arithmetic, self.uses_kernels = blueprint.arithmetic, blueprint.ops.uses_kernels
-        self.max_positions = config.count("max_position_embeddings", "model_max_length")
+        self.max_positions = max_positions(config)
         self.vocabulary = config.count("vocab_size")
         self.width, self.dtype = config.count("hidden_size"), blueprint.dtype
         self.is_first, self.is_last = self.memory.is_first_stage, self.memory.is_last_stage

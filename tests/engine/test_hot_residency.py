@@ -11,6 +11,7 @@ import random
 import tracemalloc
 from collections.abc import Sequence
 from functools import cache as cached
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -87,10 +88,16 @@ def close(engine: Engine) -> None:
     assert cache.close()
 
 
-def counted(engine: Engine) -> tuple[int, int]:
-    """Selected entries of hot rows that were there, and that were not, over layers and pools."""
-    hits, misses, _ = sum(hot.counts.sum(0) for hot in engine.cache.hardware.hot.values())
-    return int(hits), int(misses)
+class Counted(NamedTuple):
+    """Selected entries, over layers and pools."""
+
+    hits: int
+    misses: int
+    gathered: int
+
+
+def counted(engine: Engine) -> Counted:
+    return Counted(*sum(hot.counts.sum(0) for hot in engine.cache.hardware.hot.values()).tolist())
 
 
 # -- the same answers ------------------------------------------------------------------------------
@@ -120,7 +127,7 @@ def test_answers_are_those_of_resident_pools(model: str, entries: int) -> None:
         step(engine)
         assert engine.cache.validate() == []
     (again,) = serve(engine, requests[0].params.tokens)
-    assert sum(again.by_tier.values()) >= 3 * PAGE and counted(engine)[0] > 0
+    assert sum(again.by_tier.values()) >= 3 * PAGE and counted(engine).hits > 0
     check_answers(model, [*requests, again])
     close(engine)
 
@@ -157,15 +164,39 @@ def test_a_context_of_four_times_the_device_tier_is_served() -> None:
 def test_nothing_is_read_from_the_host_while_all_entries_fit(model: str) -> None:
     """Neither with prompts in several chunks, nor where a decode step crosses pages."""
     prompts = [text(random.Random(seed), length) for seed, length in ((1, 60), (2, 30))]
-    misses = {}
+    read = {}
     for entries in (TOPK[model], 128):
         engine = engine_of(f"{model} hot:{entries}", chunk_tokens=40)
         requests = serve(engine, *prompts, answer=PAGE + 4)
         check_answers(model, requests)
-        hits, misses[entries] = counted(engine)
-        assert hits > 0
+        found = counted(engine)
+        assert found.hits > 0
+        read[entries] = found.misses + found.gathered
         close(engine)
-    assert misses[128] == 0 < misses[TOPK[model]]
+    assert read[128] == 0 < read[TOPK[model]]
+
+
+@pytest.mark.quick(model=["glm_moe_dsa-shared"])
+@pytest.mark.parametrize("model", TOPK)
+def test_an_entry_of_a_found_prefix_is_read_once_while_all_fit(model: str) -> None:
+    """By prefill chunks that are gathered or not, and by decode steps."""
+    engine, rng = engine_of(f"{model} hot:192"), random.Random(3)
+    root = text(rng, 5 * PAGE)
+    serve(engine, root, answer=1)
+    before, tokens = counted(engine), root + text(rng, 70)
+    request = engine.submit(RequestParams(tokens, PAGE, SAMPLING))
+    for chunk in (25, 3, 17):
+        engine.scheduler.chunk_tokens = chunk
+        step(engine)
+    engine.scheduler.chunk_tokens = 64
+    finish(engine)
+    assert sum(request.by_tier.values()) == 5 * PAGE
+    check_answers(model, [request])
+    found = counted(engine)
+    read = found.misses + found.gathered - before.misses - before.gathered
+    (pool,) = engine.cache.memory.hot_pools
+    assert 0 < read <= len(pool.layers) * 5 * PAGE // pool.tokens_per_entry
+    close(engine)
 
 
 def test_requests_that_run_at_once_share_host_pages_and_no_hot_row() -> None:
@@ -184,7 +215,7 @@ def test_requests_that_run_at_once_share_host_pages_and_no_hot_row() -> None:
     finish(engine)
     assert all(sum(request.by_tier.values()) == 5 * PAGE for request in requests)
     check_answers(family, requests)
-    assert counted(engine)[1] > 0
+    assert counted(engine).misses > 0
     close(engine)
 
 
@@ -217,12 +248,12 @@ def test_a_prefix_on_the_host_is_not_loaded_whole() -> None:
     (first,) = serve(engine, tokens)
     engine.cache.flush(Tier.DEVICE)
     moved = engine.cache.stats().moved_bytes["load"]
-    hits = counted(engine)
+    before = counted(engine)
     (again,) = serve(engine, tokens)
     assert again.by_tier == {Tier.HOST: 8 * PAGE} and again.output == first.output
     index = engine.cache.memory.slot_bytes("index")
     assert engine.cache.stats().moved_bytes["load"] - moved == 8 * index
-    assert counted(engine)[1] > hits[1]
+    assert counted(engine).misses > before.misses
     close(engine)
 
 

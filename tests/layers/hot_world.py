@@ -118,6 +118,17 @@ class HotWorld:
         parts = [fields[part.name].view(torch.uint8) for part in self.pool.entry.fields]
         return torch.cat([part.flatten(1) for part in parts], 1)
 
+    def found(self, number: int, tokens: int) -> None:
+        """A sequence begins with so many tokens in the cache: on the host, and none of them hot."""
+        one, each = self.sequences[number], self.page_entries
+        assert one.past == 0
+        one.past = tokens
+        entries = torch.arange(tokens // self.pool.tokens_per_entry)
+        for layer in self.pool.layers:
+            one.entries[layer] = self.packed(len(entries))
+            pages = self.by_entry(self.host_rows(layer))
+            pages[one.host_slots[entries // each], entries % each] = one.entries[layer]
+
     # -- steps -----------------------------------------------------------------------------------
 
     def step(self, chunks: Sequence[Chunk]) -> ForwardPass:

@@ -44,6 +44,7 @@ class Sized(NamedTuple):
 
     memory: ModelMemory
     vocabulary: int = 1000
+    max_positions: int = 1 << 20
 
 
 class Other(Alone):
@@ -105,6 +106,13 @@ def test_hot_buffers_are_allocated_for_64_requests_or_for_those_that_fit() -> No
     assert 5 <= chosen(Sized(HOT), Bytes(11 * each)) <= 10, "a layer is gathered beside them"
     assert chosen(Sized(HOT), Bytes(1)) == 1
     assert chosen(Sized(HOT), Tokens(64)) == 64
+
+
+def test_hot_buffers_of_a_short_model_are_for_requests_as_long_as_it_has() -> None:
+    """Of 4,096 tokens: their keys are as large as the hot buffer. A layer is gathered beside."""
+    each = (4096 + 4096) * TOKEN_BYTES
+    assert chosen(Sized(HOT), Bytes(11 * each)) < 5
+    assert 5 <= chosen(Sized(HOT, max_positions=4096), Bytes(11 * each)) <= 10
 
 
 def test_the_largest_default_batch_has_half_as_many_graphs_again() -> None:

@@ -65,20 +65,35 @@ def opened(**chosen: Any) -> str:
 
 
 def test_a_server_says_which_residency_it_chose(folder: str, model_folder: Path) -> None:
+    """The model has 4,096 positions: `auto` counts with requests of so many tokens."""
     assert opened(model=folder, device_tokens=256) == ""
-    chosen = opened(model=folder, device_bytes=32_000_000, resident="auto")
-    assert chosen.startswith(f"residency: hot:{2 * TOPK}, since 2 requests of 32,768 tokens take")
-    assert opened(model=folder, device_tokens=256, resident="hot:30").startswith(
-        "residency: hot:30"
-    )
-    assert chosen.endswith("; 2 of them run instead of 1")
+    hot = opened(model=folder, device_tokens=256, resident="hot:30")
+    assert hot == "residency: hot:30, pages of running requests on the host"
+    auto = "since 2 requests of 4,096 tokens take 5.24 MB, and the device tier has"
+    chosen = opened(model=folder, device_bytes=4_000_000, resident="auto")
+    assert chosen == f"residency: hot:{2 * TOPK}, {auto} 4.00 MB; 2 of them run instead of 1"
+    fitting = opened(model=folder, device_bytes=6_000_000, resident="auto")
+    assert fitting == f"residency: all, {auto} 6.00 MB"
     small = opened(model=folder, device_tokens=256, resident="auto")
-    assert small.startswith("residency: all, since 2 requests of 32,768 tokens take")
+    assert small.startswith(f"residency: all, {auto}")
     assert small.endswith("hot buffers would leave room for 0 of them and not 0")
     dense = opened(model=str(model_folder), device_tokens=256, resident="auto")
     assert dense == "residency: all, since attention reads all entries of all its pools"
     without = opened(model=folder, device_tokens=256, host_ratio=0, resident="auto")
     assert without == "residency: all, since there is no host tier"
+
+
+def test_a_server_with_a_store_says_which_pages_it_does_not_read(
+    folder: str, model_folder: Path, tmp_path: Path
+) -> None:
+    stored = {"device_bytes": 4_000_000, "storage": f"file://{tmp_path}"}
+    hot = opened(model=folder, resident="hot:30", **stored)
+    assert hot.endswith("; pages that were stored with --resident all are not read")
+    chosen = opened(model=folder, resident="auto", **stored)
+    assert chosen.endswith("with --resident all are not read, name a residency to keep to it")
+    fitting = opened(model=folder, resident="auto", **stored | {"device_bytes": 6_000_000})
+    assert "; pages that were stored with --resident hot:B are not read" in fitting
+    assert "stored" not in opened(model=str(model_folder), resident="auto", **stored)
 
 
 def test_what_cannot_be_served_hot_is_refused_in_a_sentence(

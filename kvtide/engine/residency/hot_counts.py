@@ -25,7 +25,7 @@ class HotPoolCounts:
     """Of one hot pool, since the start: selected entries by layer.
 
     hits, misses  found in a hot row, and swapped in to one
-    gathered      read from the host for a prefill chunk, which has no hot row to find them in
+    gathered      read from the host for a prefill chunk, which reads no hot row
     entry_bytes   what one copies from the host
     """
 

@@ -5,7 +5,9 @@ free; which slots those are, and all bytes, are the same.
 
 `plan_rows`      grid (sequences,), in `swap_plan`: hits, misses and slots given up
 `_mark_wanted`   grid (tokens, tiles of choices): what gathered sequences read of their contexts
-`_load_wanted`   grid (sequences, splits): that, from pinned host memory into the gather region
+`plan_gathered`  grid (sequences,), in `swap_plan`: what of that is hot, and what becomes hot
+`_load_wanted`   grid (sequences, splits): what is marked into the gather region, from hot slots or
+                 pinned host memory; from there also into the slots that are given to it
 `_move_entries`  grid (loaders + writers,): misses from pinned host memory into hot slots; new
                  entries from the step's pages to the host and into hot slots
 
@@ -30,7 +32,7 @@ from torch import Tensor
 from kvtide.layers.forward import ForwardPass, Place
 from kvtide.layers.kernels.grid import divided_up, power_of_two
 from kvtide.layers.kernels.jit import kernel
-from kvtide.layers.kernels.swap_plan import plan_rows
+from kvtide.layers.kernels.swap_plan import plan_gathered, plan_rows
 from kvtide.layers.step import HOT_ROWS, HotPool, host_table
 
 CTAS = 128
@@ -101,6 +103,11 @@ class _Call:
         return min(self.longest, self.hot.entries // (self.place.pool.selected or 1))
 
     @property
+    def _slots(self) -> int:
+        """Of a hot row, as a tile."""
+        return power_of_two(self.hot.entries)
+
+    @property
     def scratch(self) -> _Scratch:
         hot, misses = self.hot, min(self.hot.entries, self.queries * self.selected.shape[1])
         return self.run.shared(
@@ -110,7 +117,7 @@ class _Call:
 
     def plan(self) -> None:
         hot, scratch, count = self.hot, self.scratch, self.selected.shape[1]
-        choices, slots = power_of_two(self.queries * count), power_of_two(hot.entries)
+        choices, slots = power_of_two(self.queries * count), self._slots
         block = min(choices, MAX_CHOICES)
         plan_rows[(len(self.run.batch.rows),)](
             *(self.selected, self.located, *self._tables()),
@@ -122,18 +129,26 @@ class _Call:
             BLOCK_B=slots,
             BLOCK_C=block,
             BLOCK_NEW=power_of_two(divided_up(self.queries, self.place.pool.tokens_per_entry)),
-            num_warps=max(4, min(32, max(slots, block) // 256)),
+            num_warps=_warps(max(slots, block)),
             **self._shape(),
         )
 
     def gather(self) -> None:
         """Brings the selected entries of gathered sequences to the gather region."""
         batch, hot, count = self.run.batch, self.hot, self.selected.shape[1]
-        block, shape = min(MAX_MARKED, power_of_two(count)), self._shape()
+        block, shape, slots = min(MAX_MARKED, power_of_two(count)), self._shape(), self._slots
+        number = hot.number(self.place.layer)
         _mark_wanted[(len(self.selected), divided_up(count, block))](
             *(self.selected, self.located, hot.wanted, batch.owners, *self._tables()),
             COUNT=count,
             BLOCK=block,
+            **shape,
+        )
+        plan_gathered[(len(batch.rows),)](
+            *(hot.wanted, *self._tables(), hot.held, hot.used, hot.clock),
+            *(hot.marks, hot.marks.stride(0), self.scratch.freed, self.scratch.new_slots, number),
+            BLOCK_B=slots,
+            num_warps=_warps(slots),
             **shape,
         )
         entries = batch.bounds.max_past // self.place.pool.tokens_per_entry
@@ -142,7 +157,8 @@ class _Call:
         arena, host, words = self._words()
         splits = min(divided_up(entries, _MIN_SPLIT), CTAS)
         _load_wanted[(len(batch.rows), splits)](
-            *(arena, host, hot.wanted, *self._tables(), hot.counts, hot.number(self.place.layer)),
+            *(arena, host, hot.wanted, *self._tables()),
+            *(hot.marks, hot.marks.stride(0), hot.counts, number),
             **shape,
             **words,
         )
@@ -203,6 +219,11 @@ class _Call:
         return arena, host, constants
 
 
+def _warps(tile: int) -> int:
+    """Of a plan's CTA."""
+    return max(4, min(32, tile // 256))
+
+
 # -- kernels -----------------------------------------------------------------------------------
 
 
@@ -246,22 +267,26 @@ def _offsets(  # type: ignore[no-untyped-def]
 
 @kernel(  # type: ignore[untyped-decorator]
     "rows", "tables", "stride_table", "host_tables", "stride_host_table", "hot_rows",
-    "stride_hot_rows", "layer",
+    "stride_hot_rows", "stride_marks", "layer",
 )
 def _load_wanted(  # type: ignore[no-untyped-def]
     arena, host, wanted, rows, tables, stride_table, host_tables, stride_host_table, hot_rows,
-    stride_hot_rows, counts, layer,
+    stride_hot_rows, marks, stride_marks, counts, layer,
     ROWS: tl.constexpr, ENTRIES: tl.constexpr, ROW_ENTRIES: tl.constexpr,
     FIRST_GATHER: tl.constexpr, PAGE: tl.constexpr, RATIO: tl.constexpr,
     ARENA_STRIDE: tl.constexpr, HOST_STRIDE: tl.constexpr, WORDS: tl.constexpr,
     LANES: tl.constexpr, BLOCK: tl.constexpr,
 ):
-    """Loads and counts the marked entries of a split of a context; afterwards none is marked."""
+    """Loads the marked entries of a split of a context, and counts those that come from the host.
+    Afterwards none is marked."""
     sequence, column = tl.program_id(0), tl.arange(0, BLOCK)
     tables += sequence * stride_table
     host_tables += sequence * stride_host_table
     if tl.load(tables) < FIRST_GATHER:
         return
+    row = tl.load(hot_rows + sequence * stride_hot_rows)
+    marks += row.to(tl.int64) * stride_marks
+    first_place = (layer * ROWS + row) * ROW_ENTRIES
     past = tl.load(rows + 3 * sequence + 2) // RATIO
     split = tl.cdiv(past, tl.num_programs(1))
     first = tl.program_id(1) * split
@@ -272,18 +297,27 @@ def _load_wanted(  # type: ignore[no-untyped-def]
         page = tl.load(tables + entry // PAGE, mask=entry < last, other=-1)
         target = page * PAGE + entry % PAGE
         is_wanted = tl.load(wanted + target - FIRST_GATHER * PAGE, mask=page >= 0, other=0) > 0
-        loaded += (is_wanted & (word == 0)).to(tl.int32)
-        page = tl.load(host_tables + entry // PAGE, mask=is_wanted, other=-1)
+        mark = tl.load(marks + entry, mask=is_wanted, other=-1)
+        is_hot = mark >= 0
+        is_cold = is_wanted & (is_hot == 0)
+        loaded += (is_cold & (word == 0)).to(tl.int32)
+        page = tl.load(host_tables + entry // PAGE, mask=is_cold, other=-1)
         source = page * PAGE + entry % PAGE
-        mask = (is_wanted & (page >= 0))[:, None]
+        mask, is_hot = (is_cold & (page >= 0))[:, None], is_hot[:, None]
         data = tl.load(host + _offsets(source, word, HOST_STRIDE, PAGE, WORDS, LANES), mask=mask)
-        tl.store(arena + _offsets(target, word, ARENA_STRIDE, PAGE, WORDS, LANES), data, mask=mask)
+        place = first_place + tl.where(mark >= 0, mark, -2 - mark)
+        slot = arena + _offsets(place, word, ARENA_STRIDE, PAGE, WORDS, LANES)
+        data = tl.where(is_hot, tl.load(slot, mask=is_hot), data)
+        target = arena + _offsets(target, word, ARENA_STRIDE, PAGE, WORDS, LANES)
+        tl.store(target, data, mask=mask | is_hot)
+        tl.store(slot, data, mask=mask & (mark < -1)[:, None])
     tl.debug_barrier()
     for at in range(first, last, BLOCK):
         entry = at + column
         page = tl.load(tables + entry // PAGE, mask=entry < last, other=-1)
         place = page * PAGE + entry % PAGE - FIRST_GATHER * PAGE
         tl.store(wanted + place, column * 0, mask=page >= 0)
+        tl.store(marks + entry, column * 0 - 1, mask=entry < last)
     tl.atomic_add(counts + 3 * layer + 2, tl.sum(loaded, 0).to(tl.int64), sem="relaxed")
 
 
@@ -325,16 +359,15 @@ def _move_entries(  # type: ignore[no-untyped-def]
             page = tl.load(tables + sequence * stride_table + entry // PAGE, mask=valid, other=-1)
             host_page = host_tables + sequence * stride_host_table + entry // PAGE
             host_page = tl.load(host_page, mask=valid, other=-1)
-            valid, is_gathered = valid & (page >= 0), page >= FIRST_GATHER
+            valid = valid & (page >= 0)
             data = arena + _offsets(
                 page * PAGE + entry % PAGE, word, ARENA_STRIDE, PAGE, WORDS, LANES)
             data = tl.load(data, mask=valid[:, None])
             target = _offsets(
                 host_page * PAGE + entry % PAGE, word, HOST_STRIDE, PAGE, WORDS, LANES)
             tl.store(host + target, data, mask=(valid & (host_page >= 0))[:, None])
-            slot = tl.load(new_slots + token, mask=valid & (is_gathered == 0), other=-1)
             is_last = entry >= (past + end - start) // RATIO - ENTRIES
-            slot = tl.where(is_gathered & is_last, entry % ENTRIES, slot)
+            slot = tl.load(new_slots + token, mask=valid & is_last, other=-1)
             target = _offsets(
                 (layer * ROWS + row) * ROW_ENTRIES + slot, word, ARENA_STRIDE, PAGE, WORDS, LANES)
             tl.store(arena + target, data, mask=(valid & (slot >= 0))[:, None])

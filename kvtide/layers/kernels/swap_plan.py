@@ -1,11 +1,13 @@
 """The plan of a swap-in: which selected entries are hot, which miss, and which slots they get.
 
-`plan_rows`  grid (sequences,): a CTA has one sequence, with all slots of its hot row in one tile
-Torch reference: `layers/reference/swap_in.py`, `plan`. `swap_in` launches it.
+`plan_rows`      grid (sequences,): sequences that read their hot rows
+`plan_gathered`  grid (sequences,): sequences whose context is gathered
+Torch reference: `layers/reference/swap_in.py`, functions of these names. `swap_in` launches both.
 
-A CTA marks the selected entries in `marks`, finds the marks of what is hot, and counts the rest:
-the misses. It frees the least recently used slots that hold no choice, gives them to misses and new
-entries, and locates all choices. Then it takes the marks away.
+A CTA has one sequence, with all slots of its hot row in one tile. That of `plan_rows` marks the
+selected entries in `marks`, finds the marks of what is hot, and counts the rest: the misses. It
+frees the least recently used slots that hold no choice, gives them to misses and new entries, and
+locates all choices. Then it takes the marks away.
 """
 
 from __future__ import annotations
@@ -47,21 +49,6 @@ def _least_recent(used, candidates, count):  # type: ignore[no-untyped-def]
     earlier = candidates & (key < lo)
     ties_wanted = count - tl.sum(earlier.to(tl.int32), 0)
     return earlier | ((ties > 0) & (tl.cumsum(ties, 0) <= ties_wanted))
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _keep_last(  # type: ignore[no-untyped-def]
-    held, used, slot, now, past, total, ENTRIES: tl.constexpr,
-):
-    """A gathered sequence's hot slots: its last new entries, and what is left of earlier ones."""
-    in_row = slot < ENTRIES
-    entry = tl.load(held + slot, mask=in_row, other=-1)
-    first = tl.maximum(past, total - ENTRIES)
-    new = first + (slot - first % ENTRIES + ENTRIES) % ENTRIES
-    is_new = new < total
-    changes = in_row & (is_new | (entry >= past))
-    tl.store(held + slot, tl.where(is_new, new, -1), mask=changes)
-    tl.store(used + slot, tl.where(is_new, now, -1), mask=changes)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -214,6 +201,8 @@ def plan_rows(  # type: ignore[no-untyped-def]
     selected += start.to(tl.int64) * COUNT
     located += start.to(tl.int64) * COUNT
     choices = (end - start) * COUNT
+    if tl.load(tables) >= FIRST_GATHER:
+        return
     if row < 0:
         for at in range(0, choices, BLOCK_C):
             position = at + tl.arange(0, BLOCK_C)
@@ -222,9 +211,6 @@ def plan_rows(  # type: ignore[no-untyped-def]
     hot_row = (layer * ROWS + row).to(tl.int64)
     held += hot_row * ENTRIES
     used += hot_row * ENTRIES
-    if tl.load(tables) >= FIRST_GATHER:
-        _keep_last(held, used, tl.arange(0, BLOCK_B), now, past, total, ENTRIES)
-        return
     new = past + tl.arange(0, BLOCK_NEW)
     _swap_row(
         selected, located, choices, past, total, tables,
@@ -233,4 +219,63 @@ def plan_rows(  # type: ignore[no-untyped-def]
         misses + layer, freed + sequence.to(tl.int64) * ENTRIES,
         new_slots + start + (new + 1) * RATIO - 1 - past_tokens, new,
         (hot_row * ROW_ENTRIES).to(tl.int32), ENTRIES, PAGE, ONE_TILE, BLOCK_B, BLOCK_C)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _is_wanted(  # type: ignore[no-untyped-def]
+    wanted, tables, entry, valid, FIRST_GATHER: tl.constexpr, PAGE: tl.constexpr,
+):
+    """Whether a query of a gathered sequence selected these entries."""
+    page = tl.load(tables + entry // PAGE, mask=valid, other=FIRST_GATHER)
+    place = (page - FIRST_GATHER) * PAGE + entry % PAGE
+    return tl.load(wanted + place, mask=valid, other=0) > 0
+
+
+@kernel(  # type: ignore[untyped-decorator]
+    "rows", "tables", "stride_table", "host_tables", "stride_host_table", "hot_rows",
+    "stride_hot_rows", "stride_marks", "layer",
+)
+def plan_gathered(  # type: ignore[no-untyped-def]
+    wanted, rows, tables, stride_table, host_tables, stride_host_table, hot_rows, stride_hot_rows,
+    held, used, clock, marks, stride_marks, freed, new_slots, layer,
+    ROWS: tl.constexpr, ENTRIES: tl.constexpr, ROW_ENTRIES: tl.constexpr,
+    FIRST_GATHER: tl.constexpr, PAGE: tl.constexpr, RATIO: tl.constexpr, BLOCK_B: tl.constexpr,
+):
+    """Marks earlier entries: their hot slot, or -2 - s if they are to be loaded into slot s too."""
+    sequence = tl.program_id(0)
+    start, end = tl.load(rows + 3 * sequence), tl.load(rows + 3 * sequence + 1)
+    past_tokens = tl.load(rows + 3 * sequence + 2)
+    past, total = past_tokens // RATIO, (past_tokens + end - start) // RATIO
+    row, now = tl.load(hot_rows + sequence * stride_hot_rows), tl.load(clock)
+    tables += sequence * stride_table
+    if tl.load(tables) < FIRST_GATHER:
+        return
+    hot_row = (layer * ROWS + row).to(tl.int64)
+    held += hot_row * ENTRIES
+    used += hot_row * ENTRIES
+    marks += row.to(tl.int64) * stride_marks
+    freed += sequence.to(tl.int64) * ENTRIES
+    slot = tl.arange(0, BLOCK_B)
+    in_row = slot < ENTRIES
+    hot = tl.load(held + slot, mask=in_row, other=-1)
+    last_use = tl.load(used + slot, mask=in_row, other=-1)
+    is_hot, is_stale = (hot >= 0) & (hot < past), hot >= past
+    is_hit = is_hot & _is_wanted(wanted, tables, hot, is_hot, FIRST_GATHER, PAGE)
+    tl.store(marks + hot, slot, mask=is_hot)
+    tl.debug_barrier()
+    entry = tl.maximum(total - ENTRIES, 0) + slot
+    is_new, is_miss = (entry >= past) & (entry < total), (entry < past) & (total <= ENTRIES)
+    is_miss = is_miss & _is_wanted(wanted, tables, entry, is_miss, FIRST_GATHER, PAGE)
+    is_miss = is_miss & (tl.load(marks + entry, mask=is_miss, other=0) == -1)
+    comes = (is_new | is_miss).to(tl.int32)
+    last_use = tl.where(is_hit, now, tl.where(is_hot, last_use, -1))
+    given = _least_recent(last_use, in_row, tl.sum(comes, 0))
+    tl.store(freed + tl.cumsum(given.to(tl.int32), 0) - 1, slot, mask=given)
+    tl.store(held + slot, slot * 0 - 1, mask=is_stale & (given == 0))
+    tl.store(used + slot, tl.where(is_hit | given, now, -1), mask=is_hit | given | is_stale)
+    tl.debug_barrier()
+    target = tl.load(freed + tl.cumsum(comes, 0) - 1, mask=comes > 0, other=0)
+    tl.store(held + target, entry, mask=comes > 0)
+    tl.store(marks + entry, -2 - target, mask=is_miss)
+    tl.store(new_slots + start + (entry + 1) * RATIO - 1 - past_tokens, target, mask=is_new)
 # fmt: on

@@ -6,6 +6,8 @@ slots are given up for them. Entries are copied as bytes.
 What always holds:
 - No slot that holds a selected entry is given up; of the others, the least recently used ones are.
 - An entry is in one hot slot at most, and its bytes there are those on the host.
+- The host is not read for an entry that is hot. Where all entries fit in the hot row, none is
+  given up, so the host is read once for each.
 - All new entries are on the host when the operation ends.
 """
 
@@ -48,9 +50,7 @@ def plan(
     `selected` are the choices of all its queries, in any order, with repeats and -1; they fit the
     slots. Slots of entries from `past` on are emptied first: their tokens were rejected.
     """
-    held, used = held.clone(), used.clone()
-    stale = (held >= past) | (held < 0)
-    held[stale], used[stale] = -1, -1
+    held, used = _without_rejected(held, used, past)
     wanted = torch.unique(selected[selected >= 0]).to(held.dtype)
     new = torch.arange(past, total, dtype=held.dtype, device=held.device)
     assert len(wanted) <= len(held) and bool((wanted < total).all())
@@ -69,6 +69,35 @@ def plan(
         *(held, used, len(wanted) - count),
         *(misses, free[:count], incoming[count:], free[count:]),
     )
+
+
+def plan_gathered(
+    held: Tensor, used: Tensor, selected: Tensor, past: int, total: int, clock: int
+) -> SwapPlan:
+    """What becomes hot of a sequence that reads its whole context elsewhere.
+
+    That is its new entries, at most as many as there are slots. Where all entries fit, those that
+    are selected and not hot become hot too (`misses`).
+    """
+    held, used = _without_rejected(held, used, past)
+    wanted = torch.unique(selected[selected < past]).to(held.dtype)
+    hot = torch.isin(held, wanted)
+    used[hot] = clock
+    fits = total <= len(held)
+    misses = wanted[~torch.isin(wanted, held)] if fits else wanted[:0]
+    first = max(past, total - len(held))
+    new = torch.arange(first, total, dtype=held.dtype, device=held.device)
+    free = torch.sort(used, stable=True).indices[: len(misses) + len(new)]
+    held[free], used[free] = torch.cat([misses, new]), clock
+    count = len(misses)
+    return SwapPlan(held, used, int(hot.sum()), misses, free[:count], new, free[count:])
+
+
+def _without_rejected(held: Tensor, used: Tensor, past: int) -> tuple[Tensor, Tensor]:
+    held, used = held.clone(), used.clone()
+    stale = (held >= past) | (held < 0)
+    held[stale], used[stale] = -1, -1
+    return held, used
 
 
 def swap_in(run: ForwardPass, place: Place, masks: Sequence[Tensor]) -> None:
@@ -131,19 +160,26 @@ class _Pages:
         return self._located(entries[earlier], self.first_slot + slots[earlier])
 
     def gather(self, selected: Tensor) -> Tensor:
-        """Reads what is selected into the step's pages; the last new entries become hot."""
+        """Brings what is selected to the step's pages, from hot slots or else from the host."""
         earlier = selected[selected < self.past]
-        self.hot.counts[self.layer, 2] += len(earlier)
-        where = self._of(earlier, self.step_table)
-        self._load(earlier, where)
-        stale = self.held >= self.past
-        self.held[stale], self.used[stale] = -1, -1
-        last = self.new[-self.hot.entries :]
-        slots = last % self.hot.entries
-        self.held[slots] = last.to(self.held.dtype)
-        self.used[slots] = self.hot.clock
-        self._keep(last, slots)
+        where, slots = self._of(earlier, self.step_table), self._hot_slots(earlier)
+        cold = slots < 0
+        self.arena[self._at(where[~cold])] = self.arena[self._at(self.first_slot + slots[~cold])]
+        self._load(earlier[cold], where[cold])
+        self.hot.counts[self.layer, 2] += int(cold.sum())
+        found = plan_gathered(
+            self.held, self.used, earlier, self.past, self.total, int(self.hot.clock)
+        )
+        self.held.copy_(found.held)
+        self.used.copy_(found.used)
+        self._keep(found.misses.long(), found.slots)
+        self._keep(found.new.long(), found.new_slots)
         return self._located(earlier, where)
+
+    def _hot_slots(self, entries: Tensor) -> Tensor:
+        """Of earlier entries, -1 where they are not hot."""
+        held = torch.nonzero((self.held >= 0) & (self.held < self.past)).squeeze(1)
+        return self._located(self.held[held].long(), held)[entries]
 
     def write_out(self) -> None:
         """The step's new entries to their host pages."""
@@ -157,7 +193,7 @@ class _Pages:
         self.arena[self._at(targets)] = self.host[self._at(sources)].to(self.arena.device)
 
     def _keep(self, entries: Tensor, slots: Tensor) -> None:
-        """New entries from the step's pages to hot slots."""
+        """Entries from the step's pages to hot slots."""
         values = self.arena[self._at(self._of(entries, self.step_table))]
         self.arena[self._at(self.first_slot + slots)] = values
 

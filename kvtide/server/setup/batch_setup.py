@@ -8,7 +8,7 @@ from kvtide.cache import Bytes, CacheConfig
 from kvtide.cache.rank_agreement import Agreement
 from kvtide.models import Model
 from kvtide.server.settings import Settings
-from kvtide.server.setup.residency_setup import AUTO_CONTEXT, UNSET_RUNNING
+from kvtide.server.setup.residency_setup import UNSET_RUNNING, auto_context
 from kvtide.spec.sizing import largest_batch, requests_in
 from kvtide.tiers.tier_size import capacity_pages, tier_bytes
 
@@ -61,5 +61,6 @@ def _hot_rows(model: Model, config: CacheConfig) -> int:
     """Hot buffers are allocated for all that may run: fewer, where a tier of bytes is small."""
     if not isinstance(config.device_size, Bytes):
         return UNSET_RUNNING
-    fitting = largest_batch(model.memory, AUTO_CONTEXT, config.device_size.bytes)
+    context = auto_context(model.max_positions)
+    fitting = largest_batch(model.memory, context, config.device_size.bytes)
     return UNSET_RUNNING if fitting is None else max(1, min(fitting, UNSET_RUNNING))

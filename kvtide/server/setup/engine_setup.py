@@ -14,7 +14,7 @@ from kvtide.cache.rank_agreement import Agreement, Alone
 from kvtide.engine import Engine, EngineError, RankTopology
 from kvtide.engine.rank_topology import NCCL
 from kvtide.engine.restore_oracle import RestoreOracle, bounds_of
-from kvtide.models import Model, build
+from kvtide.models import Model, build, longest_sequence
 from kvtide.models.checkpoint import Checkpoint, OnDevice, open_checkpoint
 from kvtide.models.default_model import NAME, default_model
 from kvtide.models.model import Decoder
@@ -27,7 +27,7 @@ from kvtide.server.setting_values import SettingsError
 from kvtide.server.settings import MTP, NO_SPECULATION, Settings
 from kvtide.server.setup import store_setup
 from kvtide.server.setup.batch_setup import choose_batch
-from kvtide.server.setup.residency_setup import choose_residency, stored_bytes
+from kvtide.server.setup.residency_setup import DeclaredModel, choose_residency, stored_bytes
 from kvtide.server.setup.speculation_setup import (
     SpeculationChoice,
     build_draft,
@@ -104,7 +104,7 @@ def open_engine(settings: Settings, topology: RankTopology | None = None) -> Ser
     drafts = 0 if choice.method == NO_SPECULATION else draft_tokens
     resident = choose_residency(
         settings,
-        lambda: _memory(settings, checkpoint),
+        lambda: _declared(settings, checkpoint),
         lambda memory: _device_bytes(settings, checkpoint, memory, topology),
         drafts,
     )
@@ -350,15 +350,16 @@ def _device_bytes(
     return tier_bytes(memory, size or Tokens(max(DEFAULT_TOKENS, memory.page_tokens)))
 
 
-def _memory(settings: Settings, checkpoint: Checkpoint) -> ModelMemory:
-    """The model's memory with all pools resident, without a draft's."""
-    return declare(
+def _declared(settings: Settings, checkpoint: Checkpoint) -> DeclaredModel:
+    """The model without a draft."""
+    memory = declare(
         checkpoint.config,
         model=str(checkpoint.config.get("model_type")),
         page_tokens=settings.page_tokens,
         kv_dtype=_kv_dtype(settings),
         checkpoint_tokens=settings.checkpoint_tokens,
     )
+    return DeclaredModel(memory, longest_sequence(checkpoint.config, checkpoint.weights))
 
 
 def _kv_dtype(settings: Settings) -> KVDType:

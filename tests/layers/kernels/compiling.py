@@ -64,6 +64,8 @@ def main() -> None:
                 "BLOCK_NEW": power_of_two(divided_up(queries, ratio)),
             }
             compiled(swap_plan.plan_rows, shape | plan, ["counts"], ["selected", "located", "held"])
+        slots = {"BLOCK_B": power_of_two(entries)}
+        compiled(swap_plan.plan_gathered, shape | slots, [], ["wanted", "held", "used"])
         marked = {"COUNT": count, "BLOCK": min(swap_in.MAX_MARKED, count)}
         compiled(swap_in._mark_wanted, shape | marked, [], ["selected", "located"])
         lanes = 2 if size % 16 == 0 else 1
@@ -74,9 +76,12 @@ def main() -> None:
             "LANES": lanes,
             "BLOCK": swap_in.BLOCK_WORDS,
         }
-        for kernel, more in ((swap_in._load_wanted, {}), (swap_in._move_entries, {"LOADERS": 128})):
-            pages = ["arena", "host"]
-            ptx = compiled(kernel, shape | words | more, pages, pages)
+        pages = ["arena", "host"]
+        for kernel, more, wide in (
+            (swap_in._load_wanted, {}, [*pages, "counts"]),
+            (swap_in._move_entries, {"LOADERS": 128}, pages),
+        ):
+            ptx = compiled(kernel, shape | words | more, wide, pages)
             assert ("ld.global.v2.b64" in ptx) == (lanes == 2), "words are loaded whole"
         print(f"{name}: compiled")
 

@@ -42,6 +42,8 @@ STEPS: list[list[Chunk]] = [
     [(0, 2), (1, 25), (2, 2)],
     [(1, 1), (2, 1), (0, 1)],
     [(0, 1), (2, 1)],
+    [(2, 19), (1, 1), (0, 19)],
+    [(0, 1), (2, 1)],
 ]
 
 
@@ -106,6 +108,19 @@ def test_sequences_that_cross_a_page_at_once(sequences: int, device: torch.devic
         played(world, [(n, 1) for n, _ in every_sequence], "random")
 
 
+@pytest.mark.full
+@pytest.mark.parametrize(("hot", "selected"), [(4096, 2048), (5000, 1500)])
+def test_rows_of_served_sizes(hot: int, selected: int, device: torch.device) -> None:
+    """On a GPU, 16 and 32 warps share a plan; choices of the second take several tiles."""
+    world = HotWorld(pool(1, selected, hot, layers=1), 64, 3, 110, device)
+    for number, tokens in enumerate((6800, 3000, 6500)):
+        world.found(number, tokens)
+    for kind, rejected in (("random", 0), ("random", 1), ("churn", 0), ("repeats", 1)):
+        played(world, [(0, 1), (1, hot // selected), (2, 2)], kind, rejected)
+    played(world, [(0, 5), (1, 1)], "random")
+    assert bool((world.hot.counts.sum(0) > 0).all()), "hits, misses and gathered entries"
+
+
 def test_choices_of_several_tiles(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "MAX_CHOICES", 4)
     monkeypatch.setattr(kernels, "MAX_MARKED", 2)
@@ -118,10 +133,25 @@ def test_choices_of_several_tiles(device: torch.device, monkeypatch: pytest.Monk
 
 
 def test_nothing_is_read_from_the_host_while_all_entries_fit(device: torch.device) -> None:
-    world = HotWorld(pool(4, selected=4, hot=40, layers=1), PAGE, 2, 5, device)
-    for chunks in ([(0, 23), (1, 12)], *([(0, 2), (1, 3)] for _ in range(7))):
+    """Neither by steps that read a hot row, nor by gathered ones before and between them."""
+    world = HotWorld(pool(4, selected=4, hot=48, layers=1), PAGE, 2, 6, device)
+    gathered, few = [(0, 13), (1, 14)], [(0, 3), (1, 2)]
+    for chunks in (gathered, few, gathered, few, few, few, few):
         played(world, list(chunks), "random")
-    assert world.hot.counts[0, 0] > 0 and world.hot.counts[0, 1] == 0
+    counts = world.hot.counts[0].tolist()
+    assert counts[0] > 0 and counts[1:] == [0, 0]
+
+
+def test_an_entry_is_read_from_the_host_once_while_all_fit(device: torch.device) -> None:
+    """A sequence that finds its context in the cache begins with an empty hot row."""
+    world = HotWorld(pool(5, selected=4, hot=48, layers=1), PAGE, 1, 6, device)
+    for chunks in ([(0, 20)], [(0, 14)], [(0, 2)], [(0, 9)], [(0, 1)], [(0, 1)]):
+        if chunks == [(0, 14)]:
+            world.hot.held.fill_(-1)
+            world.hot.used.fill_(-1)
+        played(world, list(chunks), "random")
+    _, misses, gathered = world.hot.counts[0].tolist()
+    assert gathered > 0 and misses + gathered <= 20
 
 
 @pytest.mark.full
