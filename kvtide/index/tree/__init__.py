@@ -10,5 +10,6 @@
 `pins`      which pages must stay
 `presence`  which pages carry their optional sidecars
 `event_source`  events from nodes, without hashing
+`tree_reading`  all that events would tell of the tree, read in slices
 `tree_survey`  the tree in outline, found a few nodes at a time
 """
