@@ -297,14 +297,14 @@ def _tokens(prompt: object, tokenizer: Tokenizer | None) -> list[int]:
 
 def _conversation(body: Fields, tools: ToolRequest, rules: StableRules) -> Conversation:
     named = {name: body.text(name, "") for name in TEMPLATE_FIELDS}
-    variables = {name: value for name, value in named.items() if value}
+    variables: dict[str, object] = {name: value for name, value in named.items() if value}
     variables |= body.object("chat_template_kwargs").values
     messages = body.get("messages")
     if rules and isinstance(messages, list) and all(isinstance(one, dict) for one in messages):
         messages = stabilized(messages, rules)
     return Conversation(
         read_messages(messages),
-        tools=[tool.template_form() for tool in tools.tools] or None,
+        tools=[tool.template_form() for tool in tools.tools if not tool.deferred] or None,
         variables=variables,
     )
 

@@ -551,6 +551,79 @@ def test_tools_that_a_search_found_are_named_in_its_result() -> None:
     assert last["content"] == "The tool f is available.\n\none"
 
 
+SEARCH: Json = {"name": "search", "input_schema": {"type": "object", "properties": {}}}
+FOUND: Json = {
+    "name": "look",
+    "description": "Look into a box.",
+    "input_schema": {
+        "type": "object",
+        "properties": {"box": {"enum": ["red", "blue"]}},
+        "required": ["box"],
+    },
+    "defer_loading": True,
+}
+PLACEHOLDER = {**SEARCH, "name": "Placeholder", "defer_loading": True}
+
+
+def searched(*names: str, number: int = 0) -> list[Json]:
+    """A call of the search, and the tools that it found."""
+    call = {"type": "tool_use", "id": f"t{number}", "name": "search", "input": {}}
+    found = [{"type": "tool_reference", "tool_name": name} for name in names]
+    result = {"type": "tool_result", "tool_use_id": f"t{number}", "content": found}
+    return [{"role": "assistant", "content": [call]}, {"role": "user", "content": [result]}]
+
+
+def test_deferred_tools_are_defined_where_they_are_first_referred_to() -> None:
+    tools = [SEARCH, FOUND, PLACEHOLDER]
+    body = {"max_tokens": 5, "tools": tools, "messages": user("a")}
+    assert [tool["function"]["name"] for tool in chat_body(Fields(body))["tools"]] == ["search"]
+    body["messages"] = [*user("a"), *searched("look", "search"), *searched("look", number=1)]
+    chat = chat_body(Fields(body))
+    search, look = chat["tools"]
+    assert "defer_loading" not in search and look["defer_loading"] is True
+    function = {"name": "look", "parameters": FOUND["input_schema"],
+                "description": "Look into a box."}  # fmt: skip
+    definition = json.dumps({"type": "function", "function": function})
+    assert [m["content"] for m in chat["messages"] if m["role"] == "tool"] == [
+        f"The tool look is available:\n{definition}\n\nThe tool search is available.",
+        "The tool look is available.",
+    ]
+
+
+def test_a_tool_that_a_search_finds_leaves_the_prefix_whole(client: Client) -> None:
+    """It is called as any other tool from then on, and the front of the prompt never has it."""
+
+    def ask(messages: Json, *tools: Json, choice: Json) -> Json:
+        fields = {"max_tokens": 100, "temperature": 0, "tool_choice": choice}
+        reply = client.post(PATH, {"messages": messages, "tools": tools, **fields})
+        assert reply.status == 200, reply.body
+        return reply.json()
+
+    asked = user("that is that " * 20)
+    must = {"disable_parallel_tool_use": True}
+    first = ask(asked, SEARCH, PLACEHOLDER, choice={"type": "any", **must})
+    assert [block["name"] for block in first["content"]] == ["search"]
+    turns = [*asked, *searched("look")]
+    read = []
+    for loaded in (FOUND, {**FOUND, "defer_loading": False}):
+        choice = {"type": "tool", "name": "look"}
+        second = ask(turns, SEARCH, PLACEHOLDER, loaded, choice=choice)
+        (call,) = second["content"]
+        assert call["name"] == "look" and call["input"]["box"] in ("red", "blue")
+        read.append(second["usage"]["cache_read_input_tokens"])
+    counted = ("input_tokens", "cache_read_input_tokens", "cache_creation_input_tokens")
+    prompt = sum(first["usage"][name] for name in counted)
+    assert read[0] >= (prompt - PAGE) // PAGE * PAGE > 2 * read[1]
+
+
+def test_a_deferred_tool_is_no_tool_before_it_is_found(client: Client) -> None:
+    asked = {"max_tokens": 5, "messages": user("a"), "tools": [SEARCH, FOUND]}
+    reply = client.post(PATH, {**asked, "tool_choice": {"type": "tool", "name": "look"}})
+    assert reply.status == 400 and "not among the tools" in reply.json()["error"]["message"]
+    reply = client.post(PATH, {**asked, "tools": [{**FOUND, "defer_loading": "yes"}]})
+    assert reply.status == 400 and "defer_loading" in reply.json()["error"]["message"]
+
+
 @pytest.mark.parametrize(
     ("given", "expected"),
     [

@@ -281,8 +281,8 @@ def _tool_choice(choice: object) -> object:
     match choice:
         case {"type": "function"}:
             return _chosen(choice)
-        case {"type": "allowed_tools", "tools": [*listed]}:
-            allowed = {"mode": choice.get("mode"), "tools": [_chosen(each) for each in listed]}
+        case {"type": "allowed_tools", "tools": [*listed], **rest}:
+            allowed = {"mode": rest.get("mode"), "tools": [_chosen(each) for each in listed]}
             return {"type": "allowed_tools", "allowed_tools": allowed}
     raise RequestError(
         "tool_choice is neither a word nor a function; send auto, none, required, allowed_tools, "
