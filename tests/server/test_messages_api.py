@@ -6,9 +6,12 @@ import asyncio
 import json
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import transformers
 
 from kvtide.engine import Finish, RequestError
 from kvtide.server.anthropic.messages_request import chat_body
@@ -25,7 +28,8 @@ from kvtide.server.tools.output_events import (
 )
 from kvtide.server.tools.parser_registry import ChatFormats
 from tests.deferred import Deferred
-from tests.server.serving import PAGE, POSITIONS, InProcess
+from tests.models import tiny
+from tests.server.serving import PAGE, POSITIONS, VOCABULARY, InProcess, save_tokenizer
 from tests.server.talking import Client
 
 anthropic = Deferred("anthropic")
@@ -287,24 +291,40 @@ def test_tokens_are_counted_as_they_are_used(ai: anthropic.Anthropic) -> None:
     assert long.input_tokens > POSITIONS
 
 
-def test_the_cache_is_reported_as_it_is(serve: Any, connect: Connect) -> None:
-    server = serve()
-    ai, text = connect(server), "the cat sat on the mat " * 9
+@pytest.fixture(scope="module")
+def hybrid_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of attention layers and of layers with a recurrent state."""
+    folder = tmp_path_factory.mktemp("models") / MODEL
+    config = tiny.config_of("qwen3_next")
+    config.vocab_size, config.max_position_embeddings = VOCABULARY, POSITIONS
+    torch.manual_seed(0)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return save_tokenizer(folder)
+
+
+@pytest.mark.parametrize("memory", ["full attention", "hybrid"])
+def test_the_cache_is_reported_as_it_is(
+    serve: Any, connect: Connect, request: pytest.FixtureRequest, memory: str
+) -> None:
+    name = "hybrid_folder" if memory == "hybrid" else "model_folder"
+    server = serve(model=str(request.getfixturevalue(name)), page_tokens=None)
+    page = server.engine.cache.memory.page_tokens
+    ai, text = connect(server), "the cat sat on the mat " * (9 * page // PAGE)
 
     def use(*more: Any, **extra: Any) -> Any:
         body = asked(max_tokens=1, messages=[*user(text), *more], extra=extra)
         return ai.messages.create(**body).usage
 
     def resident() -> int:
-        (pool,) = server.settled()["tiers"]["device"].values()
-        return int(pool["resident_pages"])
+        """Pages of the history."""
+        return int(server.settled()["tiers"]["device"]["kv"]["resident_pages"])
 
     usage = use()
     prompt = prompt_tokens(usage)
-    assert prompt % PAGE, "the last tokens of the prompt fill no page"
+    assert prompt % page, "the last tokens of the prompt fill no page"
     assert usage.cache_read_input_tokens == 0
-    assert usage.cache_creation_input_tokens == prompt // PAGE * PAGE == resident() * PAGE
-    assert usage.input_tokens == prompt % PAGE
+    assert usage.cache_creation_input_tokens == prompt // page * page == resident() * page
+    assert usage.input_tokens == prompt % page
 
     again = use()
     assert (again.cache_read_input_tokens, again.cache_creation_input_tokens) == (
@@ -312,9 +332,9 @@ def test_the_cache_is_reported_as_it_is(serve: Any, connect: Connect) -> None:
         0,
     )
     before = resident()
-    turn = use({"role": "assistant", "content": "x"}, *user("and then " * 9))
+    turn = use({"role": "assistant", "content": "x"}, *user("and then " * (9 * page // PAGE)))
     assert turn.cache_read_input_tokens == usage.cache_creation_input_tokens
-    assert turn.cache_creation_input_tokens == (resident() - before) * PAGE > 0
+    assert turn.cache_creation_input_tokens == (resident() - before) * page > 0
 
     salted = use(cache_salt="other")
     assert (salted.cache_read_input_tokens, salted.cache_creation_input_tokens) == (
