@@ -51,6 +51,10 @@ class ToolTemplate:
         developed = self._shows([{"role": "developer", "content": _NAME}, _ASKED])
         self._has_developer = "developer" in chat.source and developed
 
+    def render(self, conversation: Conversation, *, describe: bool = True) -> str:
+        """The text of a conversation, made to fit."""
+        return self._chat.render(self.prepare(conversation, describe=describe))
+
     def prepare(self, conversation: Conversation, *, describe: bool = True) -> Conversation:
         """The conversation as this template takes it.
 

@@ -254,6 +254,47 @@ def test_a_gguf_file_calls_tools_as_its_template_says(
     assert f'<tool_call>\n{{"name": "{name}", "arguments": {{' in prompt
 
 
+def prompt_of(server: InProcess, **fields: Json) -> str:
+    """The text of a chat's prompt, with its special tokens."""
+    tokenizer = server.engine.tokenizer
+    assert tokenizer is not None
+    tokens = server.client.post("/tokenize", fields).json()["tokens"]
+    return tokenizer.detokenizer(keep=tokenizer.special_ids).feed(tokens)
+
+
+PLAIN = HERMES.partition("{% endif %}")[2]
+
+
+@pytest.mark.parametrize("kind", ["gguf", "list", "files"])
+def test_a_template_for_tools_is_used_where_tools_are_sent(
+    serve: Callable[..., InProcess], model_folder: Path, tmp_path: Path, kind: str
+) -> None:
+    model = tmp_path / "tiny"
+    if kind == "gguf":
+        letters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+        tokens = [*letters, letters[0] * 2, "<|im_end|>"]
+        model = gguf_files.tiny_llama(tmp_path / "tiny.gguf", tokens, 1, PLAIN, HERMES)
+    else:
+        shutil.copytree(model_folder, model)
+        listed = [{"name": "default", "template": PLAIN}, {"name": "tool_use", "template": HERMES}]
+        settings = {"chat_template": listed if kind == "list" else "none of these"}
+        (model / "tokenizer_config.json").write_text(json.dumps(settings))
+    if kind == "files":
+        (model / "additional_chat_templates").mkdir()
+        (model / "chat_template.jinja").write_text(PLAIN)
+        (model / "additional_chat_templates/tool_use.jinja").write_text(HERMES)
+    server = serve(model=str(model))
+    assert server.serving.formats.tool_parser == "hermes" and server.serving.formats.remark == ""
+    plain = prompt_of(server, messages=as_messages("go"))
+    tooled = prompt_of(server, messages=as_messages("go"), tools=TOOLS)
+    assert plain == "<|im_start|>user\ngo<|im_end|>\n<|im_start|>assistant\n"
+    assert tooled.startswith("<|im_start|>system\n<tools>{") and tooled.endswith(plain)
+    fields = {key: value for key, value in ASKED.items() if key not in ("model", "messages")}
+    (choice,) = server.client.chat(*ASKED["messages"], **fields)["choices"]
+    (call,) = choice["message"]["tool_calls"]
+    check_call(call["function"]["name"], call["function"]["arguments"])
+
+
 DSML = ["deepseek_v32", "deepseek_v4"]
 
 

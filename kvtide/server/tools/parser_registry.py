@@ -188,18 +188,21 @@ class ChatFormats:
         reasoning_parser: str | None = None,
     ) -> None:
         chat = None if tokenizer is None else tokenizer.chat
+        tool_chat = chat if tokenizer is None else tokenizer.tool_chat or chat
         self._tokenizer = tokenizer
-        self._template = None if chat is None else ToolTemplate(chat)
-        source = "" if chat is None else chat.source
+        self._plain_template = None if chat is None else ToolTemplate(chat)
+        self._template = None if tool_chat is None else ToolTemplate(tool_chat)
+        source = "" if tool_chat is None else tool_chat.source
         knows_tools = self._template is not None and self._template.renders_tools
         self._describes = self._template is not None and not knows_tools
         self.tool_parser = tool_parser or _tool_parser(source, model_type, knows_tools=knows_tools)
-        self.reasoning = reasoning_parser or _reasoning_parser(source, model_type)
+        plain = "" if chat is None else chat.source
+        self.reasoning = reasoning_parser or _reasoning_parser(plain + source, model_type)
         if reasoning_parser is None and tool_parser not in (None, HARMONY):
             self.reasoning = self.reasoning if self.reasoning != HARMONY else NO_REASONING
         self._format = FORMATS[self.tool_parser]
         self._describes &= self._format.grammar is hermes.hermes_grammar
-        self._pair = reasoning.PAIRS["[THINK]" in source]
+        self._pair = reasoning.PAIRS["[THINK]" in plain + source]
 
     @property
     def remark(self) -> str:
@@ -212,11 +215,13 @@ class ChatFormats:
             "requests must describe the tools themselves"
         )
 
-    def prepare(self, conversation: Conversation) -> Conversation:
-        """The conversation as the template takes it."""
-        if self._template is None:
-            return conversation
-        return self._template.prepare(conversation, describe=self._describes)
+    def render(self, conversation: Conversation) -> str:
+        """The text of a conversation, by the template for tools where it has any."""
+        template = self._template if conversation.tools else self._plain_template
+        if template is None:
+            assert self._tokenizer is not None, "a conversation is rendered by a tokenizer"
+            return self._tokenizer.render(conversation)
+        return template.render(conversation, describe=self._describes)
 
     def _speaks_harmony(self) -> bool:
         return self.reasoning == HARMONY or self.tool_parser == "harmony"
