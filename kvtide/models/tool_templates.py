@@ -2,7 +2,7 @@
 
 Templates differ: some want a call's arguments as an object and some as text, some take one call a
 message, and some know no tools at all. Those get the tools described in the system message, and
-calls and results as text, in Hermes' form. Most do not know the role developer either.
+calls and results as text (`spoken_tools`). Most do not know the role developer either.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 from kvtide.models.chat import ChatTemplate, Conversation, Message
 from kvtide.models.developer_role import without_developer
 from kvtide.models.model_errors import TemplateError
+from kvtide.models.spoken_tools import HERMES, SpokenForm
 
 _NAME, _KEY = "probe_function", "probe_key"
 _TOOL: Mapping[str, object] = {
@@ -27,16 +28,6 @@ _TOOL: Mapping[str, object] = {
 }
 _ASKED: Message = {"role": "user", "content": "probe"}
 
-DESCRIPTION = """\
-You can call functions. These are their signatures:
-<tools>
-{tools}
-</tools>
-To call a function, write its name and its arguments as JSON between tags, for each call:
-<tool_call>
-{{"name": "the function's name", "arguments": {{"the argument's name": "its value"}}}}
-</tool_call>"""
-
 
 class ToolTemplate:
     """renders_tools  the template writes tools into the prompt."""
@@ -46,15 +37,25 @@ class ToolTemplate:
         self.renders_tools = self._renders_tools()
         self._wants_text = self._wants_arguments_as_text()
         self._one_call = self.renders_tools and self._refuses_two_calls()
+        self._joins = self._render([_ASKED, _ASKED], tools=None) is None
         self._has_system = self._shows([{"role": "system", "content": _NAME}, _ASKED])
         # A template that writes any role would write one that the model has never seen.
         developed = self._shows([{"role": "developer", "content": _NAME}, _ASKED])
         self._has_developer = "developer" in chat.source and developed
 
-    def prepare(self, conversation: Conversation, *, describe: bool = True) -> Conversation:
+    def render(
+        self, conversation: Conversation, form: SpokenForm = HERMES, *, describe: bool = True
+    ) -> str:
+        """The text of a conversation, made to fit."""
+        return self._chat.render(self.prepare(conversation, form, describe=describe))
+
+    def prepare(
+        self, conversation: Conversation, form: SpokenForm = HERMES, *, describe: bool = True
+    ) -> Conversation:
         """The conversation as this template takes it.
 
-        describe  where the template knows no tools, describe them to the model
+        form      how tools are spoken of where the template knows none
+        describe  then describe them to the model
         """
         messages = conversation.messages
         if not self._has_developer and any(m.get("role") == "developer" for m in messages):
@@ -62,21 +63,18 @@ class ToolTemplate:
         if not any(m.get("tool_calls") or m.get("role") == "tool" for m in messages):
             fitting: Iterable[Message] = messages
         elif not self.renders_tools:
-            fitting = _spoken(messages)
+            fitting = _spoken(messages, form, joined=self._joins)
         else:
             alone = _one_by_one(messages) if self._one_call else messages
             fitting = alone if self._wants_text else map(_with_objects, alone)
         listed = list(fitting)
         if conversation.tools and not self.renders_tools:
-            listed = self._described(listed, conversation.tools) if describe else listed
+            if describe:
+                listed = self._described(listed, form.describe(conversation.tools))
             return replace(conversation, messages=listed, tools=None)
         return replace(conversation, messages=listed)
 
-    def _described(
-        self, messages: Sequence[Message], tools: Sequence[Mapping[str, object]]
-    ) -> list[Message]:
-        lines = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
-        text = DESCRIPTION.format(tools=lines)
+    def _described(self, messages: Sequence[Message], text: str) -> list[Message]:
         roles = ("system", "developer") if self._has_system else ("user",)
         for at, message in enumerate(messages):
             if message.get("role") in roles:
@@ -185,27 +183,26 @@ def _result(messages: Sequence[Message], after: int, call: Mapping[str, Any]) ->
     return None
 
 
-def _spoken(messages: Sequence[Message]) -> Iterator[Message]:
-    """Calls and results as text; neighbouring results are one message of the user."""
+def _spoken(messages: Sequence[Message], form: SpokenForm, *, joined: bool) -> Iterator[Message]:
+    """Calls and results as text; neighbouring results are one message of the user, with what the
+    user says next if messages of one role are `joined`."""
     results: list[str] = []
     for message in messages:
         if message.get("role") == "tool":
-            results.append(f"<tool_response>\n{message['content']}\n</tool_response>")
+            results.append(form.result(str(message["content"])))
             continue
-        if results:
+        if results and joined and message.get("role") == "user":
+            message = {**message, "content": "\n".join([*results, str(message["content"])])}
+        elif results:
             yield {"role": "user", "content": "\n".join(results)}
-            results = []
-        yield _spoken_calls(message) if _calls(message) else message
+        results = []
+        yield _spoken_calls(message, form) if _calls(message) else message
     if results:
         yield {"role": "user", "content": "\n".join(results)}
 
 
-def _spoken_calls(message: Message) -> Message:
+def _spoken_calls(message: Message, form: SpokenForm) -> Message:
     texts = [str(message["content"])] if message.get("content") else []
-    for call in _calls(message):
-        function = call["function"]
-        arguments = function["arguments"] or "{}"
-        named = f'{{"name": {json.dumps(function["name"])}, "arguments": {arguments}}}'
-        texts.append(f"<tool_call>\n{named}\n</tool_call>")
+    texts.append(form.call([call["function"] for call in _calls(message)]))
     kept = {key: value for key, value in message.items() if key != "tool_calls"}
     return {**kept, "content": "\n".join(texts)}

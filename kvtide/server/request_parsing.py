@@ -161,7 +161,7 @@ class RequestParser:
             parallel=body.flag("parallel_tool_calls", default=True),
         )
         conversation = _conversation(body, tools, self._sessions.stable)
-        return tools, self._tokenizer.render(self._formats.prepare(conversation))
+        return tools, self._formats.render(conversation)
 
     def _encoded(self, text: str) -> list[int]:
         assert self._tokenizer is not None
@@ -304,7 +304,7 @@ def _conversation(body: Fields, tools: ToolRequest, rules: StableRules) -> Conve
         messages = stabilized(messages, rules)
     return Conversation(
         read_messages(messages),
-        tools=[tool.template_form() for tool in tools.tools] or None,
+        tools=[tool.template_form() for tool in tools.tools if not tool.deferred] or None,
         variables=variables,
     )
 

@@ -100,9 +100,11 @@ def write(
     return path
 
 
-def tiny_llama(path: Path, tokens: Sequence[str], special: int, template: str) -> Path:
-    """A random Llama of two layers that talks by a chat template; tokens are byte-level, the last
-    few of them special."""
+def tiny_llama(
+    path: Path, tokens: Sequence[str], special: int, template: str, tool_use: str | None = None
+) -> Path:
+    """A random Llama of two layers that talks by a chat template, and by another one where there
+    are tools; tokens are byte-level, the last few of them special."""
     hidden, inner, heads = 32, 48, 4
     sizes = {
         "block_count": 2, "context_length": 4096, "embedding_length": hidden,
@@ -118,6 +120,7 @@ def tiny_llama(path: Path, tokens: Sequence[str], special: int, template: str) -
         "tokenizer.ggml.token_type": [1] * (len(tokens) - special) + [3] * special,
         "tokenizer.ggml.merges": [f"{tokens[0]} {tokens[0]}"],
         "tokenizer.chat_template": template,
+        **({} if tool_use is None else {"tokenizer.chat_template.tool_use": tool_use}),
     }
     shapes = {"attn_q": hidden, "attn_k": hidden, "attn_v": hidden, "attn_output": hidden,
               "ffn_gate": inner, "ffn_up": inner}  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -129,6 +130,83 @@ def test_v4_writes_results_into_the_users_turn_in_the_order_of_their_calls() -> 
     assert written(V4, following, thinking=False).endswith(
         f"<tool_result>Noon.</tool_result>\n\nAnd?{ASSISTANT}</think>"
     )
+
+
+# By DeepSeek's own description of the format, "DeepSeek-V4 Encoding":
+# https://huggingface.co/deepseek-ai/DeepSeek-V4-Pro/blob/main/encoding/README.md
+DESCRIBED_TOOLS = "08db5953bebdd04aa2f9f3ca5d51f2351267037e8da3819f8bdd2829e3a63403"
+"""The sha256 of its schema block, from "## Tools" on, with {tool_definitions_json} as it is."""
+
+
+def test_v4_writes_what_its_description_says() -> None:
+    asked = [
+        {"role": "system", "content": "You are a helpful assistant."},
+        {"role": "user", "content": "What is 2+2?"},
+    ]
+    text = (
+        "<｜begin▁of▁sentence｜>You are a helpful assistant.<｜User｜>What is 2+2?<｜Assistant｜>"
+    )
+    assert written(V4, asked, thinking=True) == f"{text}<think>"
+    assert written(V4, asked, thinking=False) == f"{text}</think>"
+    answered = [
+        *asked,
+        {"role": "assistant", "reasoning_content": "Simple arithmetic.", "content": "2 + 2 = 4."},
+    ]
+    following = [*answered, {"role": "user", "content": "And 3+3?"}]
+    answer = "2 + 2 = 4.<｜end▁of▁sentence｜><｜User｜>And 3+3?<｜Assistant｜>"
+    assert written(V4, following, thinking=False) == f"{text}</think>{answer}</think>"
+    assert written(V4, following, thinking=True) == f"{text}</think>{answer}<think>"
+    kept, tools = described_tools()
+    assert written(V4, following, TOOLS, thinking=True) == (
+        f"{kept}{tools}<｜User｜>What is 2+2?<｜Assistant｜><think>Simple arithmetic.</think>"
+        f"{answer}<think>"
+    ), "with tools all thoughts stay"
+
+
+def test_v4_writes_calls_and_results_as_its_description_says() -> None:
+    turns = [
+        {"role": "system", "content": "You are a helpful assistant."},
+        {"role": "user", "content": "Where?"},
+        {
+            "role": "assistant",
+            "content": "",
+            "reasoning_content": "I look.",
+            "tool_calls": [
+                call("1", "function_name", '{"param": "string_value", "count": 5}'),
+                call("2", "now", '{"deep": {"a": [true, null]}}'),
+            ],
+        },
+        {"role": "tool", "tool_call_id": "2", "content": '{"at": 2}'},
+        {"role": "tool", "tool_call_id": "1", "content": '{"at": 1}'},
+    ]
+    kept, tools = described_tools()
+    assert written(V4, turns, TOOLS, thinking=True) == (
+        f"{kept}{tools}<｜User｜>Where?<｜Assistant｜><think>I look.</think>\n\n"
+        "<｜DSML｜tool_calls>\n"
+        '<｜DSML｜invoke name="function_name">\n'
+        '<｜DSML｜parameter name="param" string="true">string_value</｜DSML｜parameter>\n'
+        '<｜DSML｜parameter name="count" string="false">5</｜DSML｜parameter>\n'
+        "</｜DSML｜invoke>\n"
+        '<｜DSML｜invoke name="now">\n'
+        '<｜DSML｜parameter name="deep" string="false">{"a": [true, null]}</｜DSML｜parameter>\n'
+        "</｜DSML｜invoke>\n"
+        "</｜DSML｜tool_calls><｜end▁of▁sentence｜>"
+        '<｜User｜><tool_result>{"at": 1}</tool_result>\n\n<tool_result>{"at": 2}</tool_result>'
+        "<｜Assistant｜><think>"
+    )
+
+
+def described_tools() -> tuple[str, str]:
+    """A system message as V4 has it before the tools, and the tools, if they are as described."""
+    kept = "<｜begin▁of▁sentence｜>You are a helpful assistant.\n\n"
+    asked = [
+        {"role": "system", "content": "You are a helpful assistant."},
+        {"role": "user", "content": ""},
+    ]
+    tools = written(V4, asked, TOOLS).removeprefix(kept).partition("<｜User｜>")[0]
+    described = tools.replace(SCHEMAS.rstrip("\n"), "{tool_definitions_json}")
+    assert hashlib.sha256(described.encode()).hexdigest() == DESCRIBED_TOOLS
+    return kept, tools
 
 
 @pytest.mark.parametrize(

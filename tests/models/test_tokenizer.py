@@ -395,7 +395,8 @@ def test_a_byte_level_tokenizer_json_gives_the_same_tokenizer(
         "eos_token": "<|im_end|>",
         "add_bos_token": False,
         "chat_template": [
-            {"name": "tool_use", "template": "no"},
+            {"name": "rag", "template": "no"},
+            {"name": "tool_use", "template": "{{ eos_token }}{{ tools }}"},
             {"name": "default", "template": "{{ bos_token }}{{ messages[0].content }}"},
         ],
     }
@@ -411,6 +412,8 @@ def test_a_byte_level_tokenizer_json_gives_the_same_tokenizer(
     assert (loaded.special.bos_id, loaded.special.eos_id) == (1, 2)
     assert loaded.special.stop_ids == {2, 9, 0}
     assert loaded.render(Conversation([{"content": "hi"}])) == "<|im_start|>hi"
+    assert loaded.tool_chat is not None
+    assert loaded.tool_chat.render(Conversation([], tools=[{}])) == "<|im_end|>[{}]"
 
 
 def test_a_tokenizer_json_of_pieces_gives_the_same_tokenizer(tmp_path: Path) -> None:
@@ -431,6 +434,18 @@ def test_a_template_file_comes_before_the_settings(tmp_path: Path, smol: Tokeniz
     (tmp_path / "chat_template.jinja").write_text("file")
     loaded = load_tokenizer(open_checkpoint(tmp_path))
     assert loaded is not None and loaded.render(Conversation([])) == "file"
+    assert loaded.tool_chat is None
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates/tool_use.jinja").write_text("tools")
+    loaded = load_tokenizer(open_checkpoint(tmp_path))
+    assert loaded is not None and loaded.tool_chat is not None
+    assert (loaded.render(Conversation([])), loaded.tool_chat.render(Conversation([]))) == (
+        "file",
+        "tools",
+    )
+    given = load_tokenizer(open_checkpoint(tmp_path), "given")
+    assert given is not None and given.render(Conversation([])) == "given"
+    assert given.tool_chat is None, "a template that is given is for all conversations"
 
 
 def test_a_tokenizer_json_that_cannot_be_used_is_refused(tmp_path: Path) -> None:

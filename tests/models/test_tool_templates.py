@@ -8,6 +8,7 @@ import pytest
 
 from kvtide.models.chat import ChatTemplate, Conversation
 from kvtide.models.checkpoint import Checkpoint
+from kvtide.models.spoken_tools import PYTHONIC
 from kvtide.models.tokenizer import load_tokenizer
 from kvtide.models.tool_templates import ToolTemplate
 
@@ -33,6 +34,10 @@ ONE_CALL = OBJECTS.replace(
     "{% if m.tool_calls and m.tool_calls | length > 1 %}{{ raise_exception('one') }}{% endif %}"
     "{% for c in m.tool_calls %}",
 )
+IN_TURN = (
+    "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('roles take turns') }}{% endif %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+)
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 HISTORY: list[dict[str, Any]] = [
     {"role": "user", "content": "go"},
@@ -50,7 +55,7 @@ HISTORY: list[dict[str, Any]] = [
 ]
 
 
-def written(source: str, messages: Any = HISTORY, tools: Any = (TOOL,), **options: bool) -> str:
+def written(source: str, messages: Any = HISTORY, tools: Any = (TOOL,), **options: Any) -> str:
     template = ChatTemplate(source, {})
     asked = Conversation(messages, tools=tools)
     return template.render(ToolTemplate(template).prepare(asked, **options))
@@ -80,6 +85,36 @@ def test_a_template_without_tools_gets_them_described() -> None:
     assert written(PLAIN, [system, *HISTORY]).startswith("[system]Be kind.\n\nYou can call")
     assert written(NO_SYSTEM).startswith("[user]go\n\nYou can call functions.")
     assert written(PLAIN, describe=False).startswith("[user]go[assistant]<tool_call>")
+
+
+def test_tools_are_described_called_and_answered_as_python() -> None:
+    text = written(PLAIN, form=PYTHONIC)
+    assert text.startswith("[system]You can call functions.")
+    assert '\n[\n{"name": "f", "parameters": {"type": "object"}}\n]\n' in text
+    assert text.endswith(
+        "[user]go[assistant][f(a=1), g()][user]```tool_output\none\n```\n```tool_output\ntwo\n```"
+        "[user]on"
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "call"),
+    [
+        ('{"a": "x\\"y", "b": [1, null, true]}', 'f(a="x\\"y", b=[1, null, true])'),
+        ('{"city": "Köln"}', 'f(city="Köln")'),
+        ("", "f()"),
+        ("[1]", "f([1])"),
+        ("{broken", "f({broken)"),
+    ],
+)
+def test_arguments_are_written_as_python(arguments: str, call: str) -> None:
+    assert PYTHONIC.call([{"name": "f", "arguments": arguments}]) == f"[{call}]"
+
+
+def test_results_and_what_a_user_says_next_are_one_message_where_roles_take_turns() -> None:
+    text = written(IN_TURN, form=PYTHONIC)
+    assert text.endswith("[user]```tool_output\none\n```\n```tool_output\ntwo\n```\non")
+    assert "</tool_response>[user]on" in written(PLAIN)
 
 
 def test_conversations_without_tools_stay_as_they_are() -> None:

@@ -6,9 +6,12 @@ import asyncio
 import json
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import transformers
 
 from kvtide.engine import Finish, RequestError
 from kvtide.server.anthropic.messages_request import chat_body
@@ -25,7 +28,8 @@ from kvtide.server.tools.output_events import (
 )
 from kvtide.server.tools.parser_registry import ChatFormats
 from tests.deferred import Deferred
-from tests.server.serving import PAGE, POSITIONS, InProcess
+from tests.models import tiny
+from tests.server.serving import PAGE, POSITIONS, VOCABULARY, InProcess, save_tokenizer
 from tests.server.talking import Client
 
 anthropic = Deferred("anthropic")
@@ -287,24 +291,40 @@ def test_tokens_are_counted_as_they_are_used(ai: anthropic.Anthropic) -> None:
     assert long.input_tokens > POSITIONS
 
 
-def test_the_cache_is_reported_as_it_is(serve: Any, connect: Connect) -> None:
-    server = serve()
-    ai, text = connect(server), "the cat sat on the mat " * 9
+@pytest.fixture(scope="module")
+def hybrid_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of attention layers and of layers with a recurrent state."""
+    folder = tmp_path_factory.mktemp("models") / MODEL
+    config = tiny.config_of("qwen3_next")
+    config.vocab_size, config.max_position_embeddings = VOCABULARY, POSITIONS
+    torch.manual_seed(0)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return save_tokenizer(folder)
+
+
+@pytest.mark.parametrize("memory", ["full attention", "hybrid"])
+def test_the_cache_is_reported_as_it_is(
+    serve: Any, connect: Connect, request: pytest.FixtureRequest, memory: str
+) -> None:
+    name = "hybrid_folder" if memory == "hybrid" else "model_folder"
+    server = serve(model=str(request.getfixturevalue(name)), page_tokens=None)
+    page = server.engine.cache.memory.page_tokens
+    ai, text = connect(server), "the cat sat on the mat " * (9 * page // PAGE)
 
     def use(*more: Any, **extra: Any) -> Any:
         body = asked(max_tokens=1, messages=[*user(text), *more], extra=extra)
         return ai.messages.create(**body).usage
 
     def resident() -> int:
-        (pool,) = server.settled()["tiers"]["device"].values()
-        return int(pool["resident_pages"])
+        """Pages of the history."""
+        return int(server.settled()["tiers"]["device"]["kv"]["resident_pages"])
 
     usage = use()
     prompt = prompt_tokens(usage)
-    assert prompt % PAGE, "the last tokens of the prompt fill no page"
+    assert prompt % page, "the last tokens of the prompt fill no page"
     assert usage.cache_read_input_tokens == 0
-    assert usage.cache_creation_input_tokens == prompt // PAGE * PAGE == resident() * PAGE
-    assert usage.input_tokens == prompt % PAGE
+    assert usage.cache_creation_input_tokens == prompt // page * page == resident() * page
+    assert usage.input_tokens == prompt % page
 
     again = use()
     assert (again.cache_read_input_tokens, again.cache_creation_input_tokens) == (
@@ -312,9 +332,9 @@ def test_the_cache_is_reported_as_it_is(serve: Any, connect: Connect) -> None:
         0,
     )
     before = resident()
-    turn = use({"role": "assistant", "content": "x"}, *user("and then " * 9))
+    turn = use({"role": "assistant", "content": "x"}, *user("and then " * (9 * page // PAGE)))
     assert turn.cache_read_input_tokens == usage.cache_creation_input_tokens
-    assert turn.cache_creation_input_tokens == (resident() - before) * PAGE > 0
+    assert turn.cache_creation_input_tokens == (resident() - before) * page > 0
 
     salted = use(cache_salt="other")
     assert (salted.cache_read_input_tokens, salted.cache_creation_input_tokens) == (
@@ -549,6 +569,79 @@ def test_tools_that_a_search_found_are_named_in_its_result() -> None:
     }
     last = chat_body(Fields(body))["messages"][-1]
     assert last["content"] == "The tool f is available.\n\none"
+
+
+SEARCH: Json = {"name": "search", "input_schema": {"type": "object", "properties": {}}}
+FOUND: Json = {
+    "name": "look",
+    "description": "Look into a box.",
+    "input_schema": {
+        "type": "object",
+        "properties": {"box": {"enum": ["red", "blue"]}},
+        "required": ["box"],
+    },
+    "defer_loading": True,
+}
+PLACEHOLDER = {**SEARCH, "name": "Placeholder", "defer_loading": True}
+
+
+def searched(*names: str, number: int = 0) -> list[Json]:
+    """A call of the search, and the tools that it found."""
+    call = {"type": "tool_use", "id": f"t{number}", "name": "search", "input": {}}
+    found = [{"type": "tool_reference", "tool_name": name} for name in names]
+    result = {"type": "tool_result", "tool_use_id": f"t{number}", "content": found}
+    return [{"role": "assistant", "content": [call]}, {"role": "user", "content": [result]}]
+
+
+def test_deferred_tools_are_defined_where_they_are_first_referred_to() -> None:
+    tools = [SEARCH, FOUND, PLACEHOLDER]
+    body = {"max_tokens": 5, "tools": tools, "messages": user("a")}
+    assert [tool["function"]["name"] for tool in chat_body(Fields(body))["tools"]] == ["search"]
+    body["messages"] = [*user("a"), *searched("look", "search"), *searched("look", number=1)]
+    chat = chat_body(Fields(body))
+    search, look = chat["tools"]
+    assert "defer_loading" not in search and look["defer_loading"] is True
+    function = {"name": "look", "parameters": FOUND["input_schema"],
+                "description": "Look into a box."}  # fmt: skip
+    definition = json.dumps({"type": "function", "function": function})
+    assert [m["content"] for m in chat["messages"] if m["role"] == "tool"] == [
+        f"The tool look is available:\n{definition}\n\nThe tool search is available.",
+        "The tool look is available.",
+    ]
+
+
+def test_a_tool_that_a_search_finds_leaves_the_prefix_whole(client: Client) -> None:
+    """It is called as any other tool from then on, and the front of the prompt never has it."""
+
+    def ask(messages: Json, *tools: Json, choice: Json) -> Json:
+        fields = {"max_tokens": 100, "temperature": 0, "tool_choice": choice}
+        reply = client.post(PATH, {"messages": messages, "tools": tools, **fields})
+        assert reply.status == 200, reply.body
+        return reply.json()
+
+    asked = user("that is that " * 20)
+    must = {"disable_parallel_tool_use": True}
+    first = ask(asked, SEARCH, PLACEHOLDER, choice={"type": "any", **must})
+    assert [block["name"] for block in first["content"]] == ["search"]
+    turns = [*asked, *searched("look")]
+    read = []
+    for loaded in (FOUND, {**FOUND, "defer_loading": False}):
+        choice = {"type": "tool", "name": "look"}
+        second = ask(turns, SEARCH, PLACEHOLDER, loaded, choice=choice)
+        (call,) = second["content"]
+        assert call["name"] == "look" and call["input"]["box"] in ("red", "blue")
+        read.append(second["usage"]["cache_read_input_tokens"])
+    counted = ("input_tokens", "cache_read_input_tokens", "cache_creation_input_tokens")
+    prompt = sum(first["usage"][name] for name in counted)
+    assert read[0] >= (prompt - PAGE) // PAGE * PAGE > 2 * read[1]
+
+
+def test_a_deferred_tool_is_no_tool_before_it_is_found(client: Client) -> None:
+    asked = {"max_tokens": 5, "messages": user("a"), "tools": [SEARCH, FOUND]}
+    reply = client.post(PATH, {**asked, "tool_choice": {"type": "tool", "name": "look"}})
+    assert reply.status == 400 and "not among the tools" in reply.json()["error"]["message"]
+    reply = client.post(PATH, {**asked, "tools": [{**FOUND, "defer_loading": "yes"}]})
+    assert reply.status == 400 and "defer_loading" in reply.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ cut, ids and paths are replaced. The second turn is the first with the fields th
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,15 @@ import pytest
 from kvtide.server.anthropic.messages_request import chat_body
 from kvtide.server.chat.chat_turns import common_fields
 from kvtide.server.request_parsing import Fields
+from kvtide.server.responses.responses_request import read_request
+from kvtide.server.sessions.stable_prefix import parse_rules, stabilized
 from kvtide.server.tools.parser_registry import ChatFormats
 from tests.server.serving import PAGE, save_model, save_tokenizer
 from tests.server.talking import Client
 
 UUID = "00000000-0000-4000-8000-000000000000"
 RECORDED = Path(__file__).parent / "recorded"
+AGENTS = Path(__file__).parents[2] / "docs/AGENTS.md"
 PATHS = {"claude_code": "/v1/messages?beta=true", "codex": "/v1/responses"}
 TOKENS = 32_768
 LAST = {"claude_code": "message_delta", "codex": "response.incomplete"}
@@ -124,6 +128,22 @@ def test_codex_gives_back_thoughts_and_finds_its_prefix_behind_the_call(
         reads.append(usage["input_tokens_details"]["cached_tokens"])
     with_thought, without = reads
     assert with_thought >= (spoken - PAGE) // PAGE * PAGE > without
+
+
+def test_the_documented_rule_makes_codex_days_one() -> None:
+    documented = re.search(r"--stable-prefix '(regex:[^']+)'", AGENTS.read_text("utf-8"))
+    assert documented is not None
+    first, _ = turns("codex")
+    days = [
+        json.loads(json.dumps(first).replace("2026-01-01", day))
+        for day in ("2026-01-01", "2026-01-02")
+    ]
+    assert days[0] != days[1]
+    chats = [read_request(Fields(day), lambda _: None).chat["messages"] for day in days]
+    kept = [stabilized(chat, parse_rules(documented[1])) for chat in chats]
+    assert chats[0] != chats[1] and kept[0] == kept[1]
+    text = str(kept[0][1]["content"])
+    assert "<cwd>/project</cwd>" in text and "<timezone>" in text and "current_date" not in text
 
 
 @pytest.mark.parametrize("name", ["mine", "", 7, None, "0" * 36])

@@ -15,6 +15,7 @@ import transformers
 
 from kvtide.models.chat_templates.builtin import builtin_template
 from kvtide.server.tools.parser_registry import FORMATS, ChatFormats
+from tests import gemma3_file
 from tests.deferred import Deferred
 from tests.grids import everything
 from tests.models import gguf_files, tiny
@@ -254,6 +255,47 @@ def test_a_gguf_file_calls_tools_as_its_template_says(
     assert f'<tool_call>\n{{"name": "{name}", "arguments": {{' in prompt
 
 
+def prompt_of(server: InProcess, **fields: Json) -> str:
+    """The text of a chat's prompt, with its special tokens."""
+    tokenizer = server.engine.tokenizer
+    assert tokenizer is not None
+    tokens = server.client.post("/tokenize", fields).json()["tokens"]
+    return tokenizer.detokenizer(keep=tokenizer.special_ids).feed(tokens)
+
+
+PLAIN = HERMES.partition("{% endif %}")[2]
+
+
+@pytest.mark.parametrize("kind", ["gguf", "list", "files"])
+def test_a_template_for_tools_is_used_where_tools_are_sent(
+    serve: Callable[..., InProcess], model_folder: Path, tmp_path: Path, kind: str
+) -> None:
+    model = tmp_path / "tiny"
+    if kind == "gguf":
+        letters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+        tokens = [*letters, letters[0] * 2, "<|im_end|>"]
+        model = gguf_files.tiny_llama(tmp_path / "tiny.gguf", tokens, 1, PLAIN, HERMES)
+    else:
+        shutil.copytree(model_folder, model)
+        listed = [{"name": "default", "template": PLAIN}, {"name": "tool_use", "template": HERMES}]
+        settings = {"chat_template": listed if kind == "list" else "none of these"}
+        (model / "tokenizer_config.json").write_text(json.dumps(settings))
+    if kind == "files":
+        (model / "additional_chat_templates").mkdir()
+        (model / "chat_template.jinja").write_text(PLAIN)
+        (model / "additional_chat_templates/tool_use.jinja").write_text(HERMES)
+    server = serve(model=str(model))
+    assert server.serving.formats.tool_parser == "hermes" and server.serving.formats.remark == ""
+    plain = prompt_of(server, messages=as_messages("go"))
+    tooled = prompt_of(server, messages=as_messages("go"), tools=TOOLS)
+    assert plain == "<|im_start|>user\ngo<|im_end|>\n<|im_start|>assistant\n"
+    assert tooled.startswith("<|im_start|>system\n<tools>{") and tooled.endswith(plain)
+    fields = {key: value for key, value in ASKED.items() if key not in ("model", "messages")}
+    (choice,) = server.client.chat(*ASKED["messages"], **fields)["choices"]
+    (call,) = choice["message"]["tool_calls"]
+    check_call(call["function"]["name"], call["function"]["arguments"])
+
+
 DSML = ["deepseek_v32", "deepseek_v4"]
 
 
@@ -382,6 +424,43 @@ def test_a_strict_schema_that_cannot_be_enforced_is_refused(client: Client) -> N
     assert reply.json()["error"]["param"] == "tools"
     function["strict"] = False
     assert client.post(PATH, {**asked, "max_tokens": 2}).status == 200
+
+
+# -- Gemma ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.full
+def test_gemma_calls_tools_in_its_own_form(
+    serve: Callable[..., InProcess], request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    """Its template knows no tools, and wants roles in turn."""
+    (tmp_path / "gemma.jinja").write_text(gemma3_file.TEMPLATE)
+    template = {"chat_template": str(tmp_path / "gemma.jinja"), "page_tokens": None}
+    server = serve(model=str(gemma3_file.gemma3_file(request.config)), **template)
+    assert server.serving.formats.tool_parser == "pythonic"
+    assert "described in Python's form" in server.serving.formats.remark
+    messages = as_messages("What is the weather in Oslo for the next 3 days?")
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as ai:
+        asked = {**ASKED, "model": server.serving.name, "temperature": 0, "messages": messages}
+        calls, text, finish = streamed(ai.chat.completions.create(**asked, stream=True))
+        ((call_id, name, arguments),) = calls
+        assert (name, text, finish) == ("get_weather", "", "tool_calls")
+        check_call(name, arguments)
+        assert json.loads(arguments)["city"] == "Oslo"
+        function = {"name": name, "arguments": arguments}
+        call = {"id": call_id, "type": "function", "function": function}
+        messages = [
+            *messages,
+            {"role": "assistant", "content": None, "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": call_id, "content": "Rain."},
+            {"role": "user", "content": "Thanks."},
+        ]
+        asked |= {"messages": messages, "tool_choice": "auto", "max_tokens": 5}
+        assert ai.chat.completions.create(**asked).choices
+    prompt = prompt_of(server, messages=messages, tools=TOOLS)
+    values = ", ".join(f"{key}={json.dumps(value)}" for key, value in json.loads(arguments).items())
+    assert f"<start_of_turn>model\n[get_weather({values})]<end_of_turn>" in prompt
+    assert "<start_of_turn>user\n```tool_output\nRain.\n```\nThanks.<end_of_turn>" in prompt
 
 
 # -- SmolLM2 --------------------------------------------------------------------------------------

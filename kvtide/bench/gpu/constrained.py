@@ -1,25 +1,23 @@
 """Decode with half of the batch under a grammar, against the same batch without one.
 
-Weights are random. The vocabulary is a learned one where a tokenizer is given, else made up: bytes,
-and words of the usual lengths. The grammar is records of JSON without end: every request decodes
-until it is stopped.
+Weights are random. The vocabulary is that of a given tokenizer, else the default model's. The
+grammar is what a server compiles for `response_format` of type json_schema: a list of records that
+has no end, so that every request decodes until it is stopped.
 """
 
 from __future__ import annotations
 
 import json
-import random
 from dataclasses import asdict, dataclass
 from typing import Any
-
-import tokenizers
 
 from kvtide.bench.gpu.engine_bed import Bed, alternating, flush, start, step_s, stop
 from kvtide.engine import Engine, RequestParams
 from kvtide.engine.grammar.grammar import Grammar
 from kvtide.engine.scheduler import MIXED_STEP_TOKENS
-from kvtide.models.token_bytes import Spelling
-from kvtide.models.tokenizer import SpecialTokens, Tokenizer
+from kvtide.models.checkpoint import open_checkpoint
+from kvtide.models.default_model import default_model
+from kvtide.models.tokenizer import Tokenizer, load_tokenizer
 from kvtide.spec import Tier
 
 RECORD = {
@@ -38,10 +36,10 @@ RECORD = {
     },
     "required": ["name", "age", "kind", "tags", "place"],
     "additionalProperties": False,
-    "x-guidance": {"whitespace_flexible": False},
 }
-RECORDS = Grammar("lark", f'start: (record "\\n")+\nrecord: %json {json.dumps(RECORD)}')
-_LETTERS, _OTHERS = "etaoinshrdlcumwfgypbvk", '{}[]":,.-_/0123456789'
+RECORDS = Grammar(
+    "json_schema", json.dumps({"type": "array", "items": RECORD, "minItems": 100_000})
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +62,7 @@ class ConstrainedResult:
 
 def measure(bed: Bed, batch: int, context: int, steps: int, rounds: int) -> ConstrainedResult:
     capacity = batch * (context + steps + 8 * bed.model.memory.page_tokens)
-    tokenizer = bed.tokenizer or made_up_tokenizer(bed.model.vocabulary)
+    tokenizer = bed.tokenizer or learned_tokenizer()
     with bed.engine(capacity, 0, max_running=batch, tokenizer=tokenizer) as engine:
         engine.warm_up()
 
@@ -78,8 +76,7 @@ def measure(bed: Bed, batch: int, context: int, steps: int, rounds: int) -> Cons
         seconds, computed = masks.seconds, masks.steps
         on_s, off_s = alternating(variants, rounds)
         masks_s = (masks.seconds - seconds) / (masks.steps - computed)
-    words = f"{bed.tokenizer.size:,} learned tokens" if bed.tokenizer else "made-up tokens"
-    what = f"decode, batch {batch}, half constrained, {words}"
+    what = f"decode, batch {batch}, half constrained, {tokenizer.size:,} learned tokens"
     return ConstrainedResult(what, on_s, off_s, masks_s)
 
 
@@ -101,27 +98,8 @@ def _step_s(
     return seconds
 
 
-def made_up_tokenizer(vocabulary: int) -> Tokenizer:
-    """Decodes every token; encodes nothing."""
-    words = _words(vocabulary)
-    return Tokenizer(
-        tokenizers.Tokenizer(tokenizers.models.BPE()),
-        Spelling(
-            token=lambda token: str(token) if token < vocabulary else None,
-            read=lambda written: words[int(written)],
-            silent=frozenset(),
-        ),
-        SpecialTokens(None, None, frozenset()),
-        None,
-    )
-
-
-def _words(count: int) -> list[bytes]:
-    """All bytes, then runs of letters or of signs, many with a space before."""
-    rng = random.Random(0)
-    found = {bytes([byte]): None for byte in range(256)}
-    while len(found) < count:
-        letters = rng.choice((_LETTERS, _LETTERS, _LETTERS, _OTHERS))
-        word = rng.choice(("", " ")) + "".join(rng.choices(letters, k=rng.randint(2, 9)))
-        found[word.encode()] = None
-    return [*found][:count]
+def learned_tokenizer() -> Tokenizer:
+    """The default model's."""
+    found = load_tokenizer(open_checkpoint(default_model()))
+    assert found is not None, "the default model has a tokenizer"
+    return found

@@ -38,7 +38,7 @@ class Drafts(NamedTuple):
 class Bed:
     """Opens engines of one model, which share its weights and differ in their tier sizes.
 
-    tokenizer  a learned vocabulary for benchmarks of text; None where it does not matter
+    tokenizer  the vocabulary of benchmarks of text; None for the default model's
     """
 
     model: Model

@@ -51,7 +51,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         "--tokenizer",
         type=Path,
         metavar="FILE",
-        help="constrained: the vocabulary of this tokenizer.json instead of a made-up one",
+        help="constrained: the vocabulary of this tokenizer.json instead of SmolLM2's",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write all results as JSON")
     parser.set_defaults(run=_run)

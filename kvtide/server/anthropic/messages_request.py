@@ -9,6 +9,8 @@
 | blocks tool_result                    | messages of role tool                                   |
 | blocks thinking                       | `reasoning_content`; redacted_thinking is left out      |
 | `tools[].input_schema`                | `tools[].function.parameters`                           |
+| `tools[].defer_loading`               | no tool, until a block tool_reference names it          |
+| blocks tool_reference                 | the definition of that tool, which the front has not    |
 | `tool_choice` auto, any, tool, none   | auto, required, the function, none                      |
 | `disable_parallel_tool_use`           | `parallel_tool_calls`                                   |
 | `stop_sequences`                      | `stop`                                                  |
@@ -70,11 +72,14 @@ def _client_session(body: Fields) -> object:
 def prompt_body(body: Fields) -> Json:
     """The part of the chat body that makes the prompt: what `count_tokens` counts."""
     refuse(body.values, MESSAGES)
-    chat: Json = {"messages": _messages(body)}
+    tools = [_tool(tool) for tool in _objects(body.get("tools") or [], "tools")]
+    turns = _Turns(tools)
+    _read_messages(turns, body)
+    chat: Json = {"messages": turns.messages}
     if body.get("model") is not None:
         chat["model"] = body.get("model")
-    if body.get("tools"):
-        chat["tools"] = [_tool(tool) for tool in _objects(body.get("tools"), "tools")]
+    if tools:
+        chat["tools"] = turns.known_tools()
         _choose(chat, body.object("tool_choice"))
     output = body.object("output_config")
     if form := output.get("format") or body.get("output_format"):
@@ -98,7 +103,34 @@ def _objects(value: object, name: str) -> list[Json]:
 # -- messages ---------------------------------------------------------------------------------
 
 
-def _messages(body: Fields) -> list[Json]:
+class _Turns(ChatTurns):
+    """A chat whose deferred tools are defined where a message first refers to them: what stands
+    before stays as it was, and so does its prefix in the cache."""
+
+    def __init__(self, tools: list[Json]) -> None:
+        super().__init__()
+        self._tools = tools
+        self._unknown = {
+            tool["function"]["name"]: tool["function"]
+            for tool in tools
+            if tool.get("defer_loading")
+        }
+
+    def reference(self, name: str) -> str:
+        """What the model reads of a tool that a search has found."""
+        found = self._unknown.pop(name, None)
+        if found is None:
+            return f"The tool {name} is available."
+        described = {key: value for key, value in found.items() if key != "strict"}
+        definition = json.dumps({"type": "function", "function": described}, ensure_ascii=False)
+        return f"The tool {name} is available:\n{definition}"
+
+    def known_tools(self) -> list[Json]:
+        """Those at the front, and those that were referred to."""
+        return [tool for tool in self._tools if tool["function"]["name"] not in self._unknown]
+
+
+def _read_messages(chat: _Turns, body: Fields) -> None:
     given = body.get("messages")
     if not given:
         raise RequestError(
@@ -106,7 +138,6 @@ def _messages(body: Fields) -> list[Json]:
             "missing_required_parameter",
             "messages",
         )
-    chat = ChatTurns()
     if (system := body.get("system")) is not None and (text := _text(system, "system")):
         chat.system(text)
     for message in _objects(given, "messages"):
@@ -118,10 +149,9 @@ def _messages(body: Fields) -> list[Json]:
             "unsupported_value",
             "messages",
         )
-    return chat.messages
 
 
-def _add(chat: ChatTurns, message: Json) -> None:
+def _add(chat: _Turns, message: Json) -> None:
     role, content = message.get("role"), message.get("content")
     if role == "system":
         chat.system(_text(content, "messages"))
@@ -137,13 +167,13 @@ def _add(chat: ChatTurns, message: Json) -> None:
             (_user_block if role == "user" else _assistant_block)(chat, block)
 
 
-def _user_block(chat: ChatTurns, block: Json) -> None:
+def _user_block(chat: _Turns, block: Json) -> None:
     match block:
         case {"type": "text", "text": str(text)}:
             chat.user(text)
         case {"type": "tool_result", "tool_use_id": str(call_id)}:
             content = block.get("content")
-            text = "" if content is None else _result(content)
+            text = "" if content is None else _result(chat, content)
             chat.result(call_id, f"Error: {text}" if block.get("is_error") else text)
         case _:
             raise _unknown_block(block, "text or tool_result")
@@ -163,17 +193,18 @@ def _assistant_block(chat: ChatTurns, block: Json) -> None:
             raise _unknown_block(block, "text, tool_use or thinking")
 
 
-def _result(content: object) -> str:
-    """The text of a tool's result. A tool that a search has found is in `tools` already."""
+def _result(chat: _Turns, content: object) -> str:
+    """The text of a tool's result, which may be tools that a search has found."""
     if isinstance(content, list):
-        found = "The tool {} is available."
-        content = [
-            {"type": "text", "text": found.format(_shown(block.get("tool_name")))}
-            if isinstance(block, dict) and block.get("type") == "tool_reference"
-            else block
-            for block in content
-        ]
+        content = [_found(chat, block) for block in content]
     return _text(content, "messages")
+
+
+def _found(chat: _Turns, block: object) -> object:
+    match block:
+        case {"type": "tool_reference", "tool_name": str(name)}:
+            return {"type": "text", "text": chat.reference(name)}
+    return block
 
 
 def _text(content: object, name: str) -> str:
@@ -219,11 +250,14 @@ def _tool(tool: Json) -> Json:
             "unsupported_value",
             "tools",
         )
+    if not isinstance(tool.get("name"), str):
+        raise RequestError("a tool has no name; send one", param="tools")
     if not isinstance(tool.get("input_schema"), dict):
         raise RequestError("a tool has no input_schema; send a JSON schema", param="tools")
     function = {"name": tool.get("name"), "parameters": tool["input_schema"]}
     function |= {key: tool[key] for key in ("description", "strict") if tool.get(key) is not None}
-    return {"type": "function", "function": function}
+    deferred = {"defer_loading": True} if Fields(tool, "a tool").flag("defer_loading") else {}
+    return {"type": "function", "function": function, **deferred}
 
 
 def _choose(chat: Json, choice: Fields) -> None:

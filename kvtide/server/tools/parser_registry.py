@@ -1,7 +1,8 @@
 """How the served model writes calls and reasoning: formats by name, chosen for a model.
 
 `--tool-parser` names a format. Else the chat template does, by the markers that it writes, and else
-the model's family. A model whose template knows no tools gets them described in Hermes' form.
+the model's family. A model whose template knows no tools gets them described: Gemma, and any model
+with `--tool-parser pythonic`, in Python's form, others in Hermes'.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Protocol
 
 from kvtide.engine.grammar.grammar import Grammar
 from kvtide.models.chat import Conversation
+from kvtide.models.spoken_tools import HERMES, PYTHONIC, SpokenForm
 from kvtide.models.tokenizer import Tokenizer
 from kvtide.models.tool_templates import ToolTemplate
 from kvtide.server.tools import (
@@ -171,6 +173,8 @@ THINKING = frozenset(
 )
 """Families that think aloud, whatever their template says."""
 PARSERS = tuple(sorted(FORMATS))
+_SPOKEN: dict[str, SpokenForm] = {"hermes": HERMES, "pythonic": PYTHONIC}
+"""Formats in which tools are described where the template knows none."""
 
 
 class ChatFormats:
@@ -188,35 +192,42 @@ class ChatFormats:
         reasoning_parser: str | None = None,
     ) -> None:
         chat = None if tokenizer is None else tokenizer.chat
+        tool_chat = chat if tokenizer is None else tokenizer.tool_chat or chat
         self._tokenizer = tokenizer
-        self._template = None if chat is None else ToolTemplate(chat)
-        source = "" if chat is None else chat.source
+        self._plain_template = None if chat is None else ToolTemplate(chat)
+        self._template = None if tool_chat is None else ToolTemplate(tool_chat)
+        source = "" if tool_chat is None else tool_chat.source
         knows_tools = self._template is not None and self._template.renders_tools
         self._describes = self._template is not None and not knows_tools
         self.tool_parser = tool_parser or _tool_parser(source, model_type, knows_tools=knows_tools)
-        self.reasoning = reasoning_parser or _reasoning_parser(source, model_type)
+        plain = "" if chat is None else chat.source
+        self.reasoning = reasoning_parser or _reasoning_parser(plain + source, model_type)
         if reasoning_parser is None and tool_parser not in (None, HARMONY):
             self.reasoning = self.reasoning if self.reasoning != HARMONY else NO_REASONING
         self._format = FORMATS[self.tool_parser]
-        self._describes &= self._format.grammar is hermes.hermes_grammar
-        self._pair = reasoning.PAIRS["[THINK]" in source]
+        form = _SPOKEN.get(self.tool_parser)
+        self._describes &= form is not None
+        self._form = form or HERMES
+        self._pair = reasoning.PAIRS["[THINK]" in plain + source]
 
     @property
     def remark(self) -> str:
         if self._template is None or self._template.renders_tools:
             return ""
         if self._describes:
-            return "the chat template knows no tools: they are described in Hermes' form"
+            return f"the chat template knows no tools: they are described in {self._form.name}"
         return (
             f"the chat template knows no tools: --tool-parser {self.tool_parser} reads calls, and "
             "requests must describe the tools themselves"
         )
 
-    def prepare(self, conversation: Conversation) -> Conversation:
-        """The conversation as the template takes it."""
-        if self._template is None:
-            return conversation
-        return self._template.prepare(conversation, describe=self._describes)
+    def render(self, conversation: Conversation) -> str:
+        """The text of a conversation, by the template for tools where it has any."""
+        template = self._template if conversation.tools else self._plain_template
+        if template is None:
+            assert self._tokenizer is not None, "a conversation is rendered by a tokenizer"
+            return self._tokenizer.render(conversation)
+        return template.render(conversation, self._form, describe=self._describes)
 
     def _speaks_harmony(self) -> bool:
         return self.reasoning == HARMONY or self.tool_parser == "harmony"
@@ -303,7 +314,7 @@ class ChatFormats:
 
 def _tool_parser(source: str, model_type: str, *, knows_tools: bool) -> str:
     if source and not knows_tools:
-        return "hermes"
+        return "pythonic" if FAMILIES.get(model_type) == "pythonic" else "hermes"
     for name, form in FORMATS.items():
         if source and all(text in source for text in form.evidence):
             return name

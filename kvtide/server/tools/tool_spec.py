@@ -19,12 +19,17 @@ NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 @dataclass(frozen=True, slots=True)
 class FunctionTool:
-    """`parameters` is the JSON schema of its arguments; `strict` enforces it by grammar."""
+    """A function that the model may call.
+
+    parameters  the JSON schema of its arguments; `strict` enforces it by grammar
+    deferred    a message describes it, so that the front of the prompt does not
+    """
 
     name: str
     description: str
     parameters: Mapping[str, object]
     strict: bool = False
+    deferred: bool = False
 
     def template_form(self) -> dict[str, object]:
         """The tool as chat templates know it."""
@@ -142,12 +147,19 @@ def _tool(given: object) -> FunctionTool:
         )
     if description is not None and not isinstance(description, str):
         raise _problem(f"the description of {name} is not a text; send one", "invalid_type")
-    strict = function.get("strict")
-    if strict is not None and type(strict) is not bool:
-        raise _problem(f"strict of {name} is not true or false; send one", "invalid_type")
     return FunctionTool(
-        name, description or "", _parameters(name, function.get("parameters")), strict or False
+        name,
+        description or "",
+        _parameters(name, function.get("parameters")),
+        strict=_flag(name, "strict", function.get("strict")),
+        deferred=_flag(name, "defer_loading", given.get("defer_loading")),
     )
+
+
+def _flag(tool: str, name: str, given: object) -> bool:
+    if given is not None and type(given) is not bool:
+        raise _problem(f"{name} of {tool} is not true or false; send one", "invalid_type")
+    return bool(given)
 
 
 def _parameters(name: str, given: object) -> Mapping[str, object]:

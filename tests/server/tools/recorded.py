@@ -1,8 +1,9 @@
 """Outputs as models write them, format by format, and what they mean.
 
-They are written by hand from the published formats, not taken from running models. `SHAPES` has
-what parsers of other engines are tested with, in words of our own. `calls` are names and arguments
-as text; arguments of complete calls are compared as JSON too.
+These here are written by hand from the published formats, not taken from running models. `SHAPES`
+has what parsers of other engines are tested with, in words of our own. `posted` has outputs of
+running models that were posted in public, and `generated` those of the installed models. `calls`
+are names and arguments as text; arguments of complete calls are compared as JSON too.
 """
 
 # ruff: noqa: E501
@@ -46,7 +47,8 @@ TOOLS = (WEATHER, SEARCH, NOW)
 
 @dataclass(frozen=True)
 class Recorded:
-    """`whole`: every call is complete, so its arguments are JSON."""
+    """`whole`: every call is complete, so its arguments are JSON. `source`: where a running model's
+    output was posted; empty for one that is written by hand."""
 
     name: str
     format: str
@@ -55,6 +57,8 @@ class Recorded:
     calls: tuple[tuple[str, str], ...] = ()
     reasoning: str = ""
     whole: bool = True
+    tools: tuple[FunctionTool, ...] = TOOLS
+    source: str = ""
 
 
 PARIS = ("get_weather", '{"city": "Paris", "days": 3}')

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import tokenizers
 
-from kvtide.models.chat import ChatTemplate
+from kvtide.models.chat import ChatTemplate, Conversation
 from kvtide.models.token_bytes import Spelling, byte_level
 from kvtide.models.tokenizer import SpecialTokens, Tokenizer
 from kvtide.server.tools.output_events import CallBegin, ReasoningDelta, TextDelta
@@ -83,6 +83,12 @@ def test_a_template_without_tools_is_remarked() -> None:
     described = ChatFormats(tokenizer(CHATML), "llama")
     assert described.tool_parser == "hermes"
     assert "knows no tools: they are described in Hermes' form" in described.remark
+    for gemma in (("gemma3_text", None), ("gemma2", None), ("llama", "pythonic")):
+        python = ChatFormats(tokenizer(CHATML), *gemma)
+        assert python.tool_parser == "pythonic"
+        assert "knows no tools: they are described in Python's form" in python.remark
+        asked = Conversation([{"role": "user", "content": "go"}], tools=[TOOLS[0].template_form()])
+        assert '"name": "get_weather"' in python.render(asked)
     read = ChatFormats(tokenizer(CHATML), "llama", "mistral")
     assert "requests must describe the tools themselves" in read.remark
     assert ChatFormats(tokenizer(None), "llama").remark == ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Sequence
 from itertools import count
 
 import pytest
@@ -20,15 +21,19 @@ from kvtide.server.tools.output_events import (
     joined,
 )
 from kvtide.server.tools.parser_registry import FORMATS
+from kvtide.server.tools.tool_spec import FunctionTool
 from tests.grids import everything
-from tests.server.tools.recorded import ALL, TOOLS, Recorded
+from tests.server.tools.posted import POSTED
+from tests.server.tools.recorded import ALL as WRITTEN
+from tests.server.tools.recorded import TOOLS, Recorded
 
+ALL = [*WRITTEN, *POSTED]
 BY_NAME = {f"{each.format}: {each.name}": each for each in ALL}
 
 
-def new_parser(name: str) -> OutputParser:
+def new_parser(name: str, tools: Sequence[FunctionTool] = TOOLS) -> OutputParser:
     numbers = count()
-    return FORMATS[name].parser(OfferedTools.of(TOOLS, lambda: f"call_{next(numbers)}"))
+    return FORMATS[name].parser(OfferedTools.of(tools, lambda: f"call_{next(numbers)}"))
 
 
 def parse(parser: OutputParser, *pieces: str) -> list[OutputEvent]:
@@ -73,7 +78,7 @@ def check_order(events: list[OutputEvent]) -> None:
 
 @pytest.mark.parametrize("recorded", BY_NAME.values(), ids=BY_NAME.keys())
 def test_a_recorded_output_means_what_it_says(recorded: Recorded) -> None:
-    events = parse(new_parser(recorded.format), recorded.output)
+    events = parse(new_parser(recorded.format, recorded.tools), recorded.output)
     check_order(events)
     assert text_of(events) == recorded.text
     assert calls(events) == list(recorded.calls)
@@ -86,11 +91,12 @@ def test_a_recorded_output_means_what_it_says(recorded: Recorded) -> None:
 @pytest.mark.parametrize("recorded", BY_NAME.values(), ids=BY_NAME.keys())
 def test_events_do_not_depend_on_where_the_text_is_cut(recorded: Recorded) -> None:
     rng = random.Random(recorded.name)
-    whole = parse(new_parser(recorded.format), recorded.output)
-    assert parse(new_parser(recorded.format), *recorded.output) == whole
+    form, tools = recorded.format, recorded.tools
+    whole = parse(new_parser(form, tools), recorded.output)
+    assert parse(new_parser(form, tools), *recorded.output) == whole
     for _ in range(30 if everything() else 8):
         pieces = cut(recorded.output, rng)
-        assert parse(new_parser(recorded.format), *pieces) == whole, pieces
+        assert parse(new_parser(form, tools), *pieces) == whole, pieces
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -114,7 +120,7 @@ def test_noise_never_raises_and_cutting_it_changes_nothing(name: str) -> None:
 def test_every_beginning_of_an_output_can_be_its_end(name: str) -> None:
     for recorded in (each for each in ALL if each.format == name):
         for end in range(0, len(recorded.output), 1 if everything() else 3):
-            check_order(parse(new_parser(name), recorded.output[:end]))
+            check_order(parse(new_parser(name, recorded.tools), recorded.output[:end]))
 
 
 def test_arguments_come_while_they_are_generated() -> None:

@@ -95,6 +95,7 @@ def test_no_tools_are_no_choice() -> None:
         ([tool(description="a" * MAX_TOOL_BYTES)], "bytes of JSON", "invalid_value"),
         ([tool(description=5)], "description of f", "invalid_type"),
         ([tool(strict="yes")], "strict of f", "invalid_type"),
+        ([tool() | {"defer_loading": "yes"}], "defer_loading of f", "invalid_type"),
         ([tool(parameters=[])], "not a JSON schema", "invalid_type"),
         ([tool(parameters={"type": "string"})], "not of type object", "invalid_value"),
         ([tool(parameters=nested(100))], "nested more than", "invalid_value"),
