@@ -12,6 +12,7 @@ Families: `bamba`, `deepseek`, `deepseek_dsa`, `deepseek_v4`, `falcon_h1`, `gemm
 `mtp`                 drafts that a checkpoint has beside the model: its next-token layer
 `checkpoint`          a model on disk: `safetensors_folder`, or a file that `gguf` reads
 `quantized_weights`   published weights in few bits, read as numbers: `fp8`, `mxfp4`
+`outlined_weights`    shapes, dtypes and forms alone, to build a model that has no bytes
 `deepseek_v4_names`, `multimodal`   other names of the same weights
 `tokenizer`, `token_bytes`, `chat`  text to tokens and back, and chat templates
 `default_model`       the model to try things with
