@@ -32,7 +32,10 @@ SEES: dict[str, set[str]] = {
     "engine": {*_CORE, "layers", "models"},
     "server": {*_CORE, "layers", "models", "engine"},
     "training": {*_CORE, "layers", "models", "engine"},
-    "doctor": {"spec", "storage", "tiers", "transfer", "models", "planner", "bench", "server"},
+    "doctor": {
+        *("spec", "storage", "tiers", "transfer", "layers", "models", "engine", "planner"),
+        *("bench", "server"),
+    },
     "cli": {
         *(*_CORE, "layers", "models", "engine", "planner", "bench", "server", "training"),
         "doctor",

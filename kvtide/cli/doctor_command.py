@@ -16,14 +16,16 @@ from kvtide.byte_sizes import format_bytes
 from kvtide.cli.console import CommandError, table
 from kvtide.doctor.advice import advise
 from kvtide.doctor.findings import Examined, Finding, Severity, findings
+from kvtide.doctor.judged_store import JudgedStore, existing
 from kvtide.doctor.machine_facts import MachineFacts, machine_facts
 from kvtide.doctor.model_facts import model_facts
-from kvtide.doctor.probes import existing, measure_machine, shown
+from kvtide.doctor.probes import measure_machine, shown
 from kvtide.models.model_errors import CheckpointError
 from kvtide.server.settings import flag
 from kvtide.server.setup.store_setup import default_folder
 from kvtide.spec import SpecError
 from kvtide.storage import StoreError
+from kvtide.storage.url import StoreURL
 from kvtide.tiers import TierError
 
 REFUSALS = (CheckpointError, CommandError, SpecError, StoreError, TierError)
@@ -40,34 +42,45 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--folder", metavar="DIR", help="where pages would be stored (your cache directory)"
     )
+    parser.add_argument(
+        "--storage", metavar="URL", help="a store to measure instead, as kvtide serve is given it"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    examined = examine(args.model, _folder(args.folder))
+    examined = examine(args.model, _store(args.folder, args.storage))
     found = findings(examined)
     print(json.dumps(describe(examined, found), indent=2) if args.json else report(examined, found))
     return 1 if any(one.severity is Severity.PROBLEM for one in found) else 0
 
 
-def examine(model: str | None, folder: Path) -> Examined:
+def examine(model: str | None, store: JudgedStore) -> Examined:
     """Facts first, so that a model that is not there is refused before anything is measured."""
     facts = machine_facts()
     needs = None if model is None else model_facts(model, on_gpu=bool(facts.gpus))
     device = torch.device("cuda", 0) if facts.gpus else torch.device("cpu")
-    measured = measure_machine(device, folder, None if needs is None else needs.memory)
-    advice = advise(facts, measured, needs, folder, _free_bytes(folder))
-    return Examined(facts, measured, advice, needs)
+    measured = measure_machine(device, store, None if needs is None else needs.memory)
+    advice = advise(facts, measured, needs, store, _free_bytes(store))
+    return Examined(facts, measured, advice, store, needs)
 
 
-def _folder(given: str | None) -> Path:
-    return default_folder(os.environ) if given is None else Path(given)
+def _store(folder: str | None, url: str | None) -> JudgedStore:
+    if folder is not None and url is not None:
+        raise CommandError("doctor: --folder and --storage name two stores; use one of them")
+    if url is not None:
+        StoreURL.parse(url)  # Refuses what is none.
+        return JudgedStore(url)
+    return JudgedStore.of_folder(default_folder(os.environ) if folder is None else Path(folder))
 
 
-def _free_bytes(folder: Path) -> int:
+def _free_bytes(store: JudgedStore) -> int:
+    """Of the disk that a folder is on; its cap is chosen by that."""
+    if store.named or store.folder is None:
+        return 0
     try:
-        return shutil.disk_usage(existing(folder)).free
+        return shutil.disk_usage(existing(store.folder)).free
     except OSError as error:
         raise CommandError(str(error)) from None
 
@@ -82,6 +95,7 @@ def describe(examined: Examined, found: list[Finding]) -> dict[str, Any]:
         "model": None if examined.model is None else examined.model.name,
         "measured": {name: round(rate) for name, rate in measured.rates.items()},
         "unmeasured": dict(measured.unmeasured),
+        "codec": None if measured.codec is None else measured.codec.as_json(),
         "layouts": [cell.as_json() for cell in measured.cells],
         "probe_seconds": {name: round(took, 3) for name, took in measured.seconds.items()},
         "settings": {one.setting: {"value": one.value, "why": one.why} for one in advice.choices},

@@ -8,6 +8,7 @@ from enum import Enum
 
 from kvtide.byte_sizes import format_bytes
 from kvtide.doctor.advice import Advice
+from kvtide.doctor.judged_store import JudgedStore
 from kvtide.doctor.machine_facts import MachineFacts
 from kvtide.doctor.model_facts import ModelFacts
 from kvtide.doctor.probes import Measured
@@ -41,6 +42,7 @@ class Examined:
     facts: MachineFacts
     measured: Measured
     advice: Advice
+    store: JudgedStore
     model: ModelFacts | None = None
 
 
@@ -88,6 +90,36 @@ def _gpu(examined: Examined) -> Iterator[Finding]:
             Severity.NOTE,
             "this machine has no NVIDIA GPU that can be seen: models run on the CPU",
             "nothing, if that is meant; else start the container with its GPU",
+        )
+
+
+def _several_gpus(examined: Examined) -> Iterator[Finding]:
+    """Where one is enough, the others stay idle."""
+    sizes, model, gpus = examined.advice.sizes, examined.model, len(examined.facts.gpus)
+    if gpus < 2 or sizes is None or model is None or sizes.ranks > 1:
+        return
+    weights = "its part of the weights"
+    if model.weights_bytes is not None:
+        weights = f"{format_bytes(-(-model.weights_bytes // gpus))} of weights"
+    yield Finding(
+        "several GPUs",
+        Severity.NOTE,
+        f"torch finds {gpus} GPUs, and the settings are for one: the others stay idle. With --tp "
+        f"{gpus} each has {weights} and a part of every page",
+        f"--tp {gpus} for longer contexts and faster tokens, or a server on each GPU",
+    )
+
+
+def _kernels(examined: Examined) -> Iterator[Finding]:
+    flaw = examined.facts.kernel_flaw
+    if flaw is not None:
+        yield Finding(
+            "no native kernels",
+            Severity.WARNING,
+            f"CPU kernels are not available ({flaw}): torch computes instead, which is slower, and "
+            "weights in 16 bits or of a GGUF file take fp32's memory",
+            "install g++ (Debian: apt install g++), drop KVTIDE_NATIVE=0 if it is set, and start "
+            "again",
         )
 
 
@@ -197,7 +229,8 @@ def _weights(examined: Examined) -> Iterator[Finding]:
         yield Finding(
             "weights not known",
             Severity.NOTE,
-            f"{model.name} is a description without weights: the tiers leave no room for them",
+            f"{model.name} is a description without weights: the tiers leave no room for them, and "
+            f"./{model.name} in the command is a folder that is not here",
             "give the folder or file that kvtide serve will be given",
         )
 
@@ -230,21 +263,33 @@ def _open_files(examined: Examined) -> Iterator[Finding]:
         )
 
 
-def _disk(examined: Examined) -> Iterator[Finding]:
-    fetch = examined.advice.fetch
+def _storage(examined: Examined) -> Iterator[Finding]:
+    fetch, store = examined.advice.fetch, examined.store
     if fetch is not None and not fetch.pays:
-        read = format_bytes(examined.measured.rates["disk_read"])
+        read = format_bytes(examined.measured.rates["storage_read"])
         yield Finding(
-            "slow disk",
+            "slow storage",
             Severity.WARNING,
-            f"the disk reads {read}/s: {fetch}",
-            "name a folder on a faster disk with --folder, or serve without a store",
+            f"{store} reads {read}/s: {fetch}",
+            "name a folder on a faster disk with --folder or another store with --storage, or "
+            "serve without a store",
+        )
+    why = examined.measured.unmeasured.get("storage_read")
+    if store.named and why is not None:
+        yield Finding(
+            "storage not usable",
+            Severity.PROBLEM,
+            f"{store} could not be measured: {why}",
+            "start the store, or correct --storage: a server that cannot open it does not start",
         )
 
 
 def _unmeasured(examined: Examined) -> Iterator[Finding]:
+    known = () if examined.facts.gpus else ("load", "backup", "both_ways", "gpu_memory")
+    if examined.store.named:
+        known = (*known, "storage_write", "storage_read")
     for name, why in examined.measured.unmeasured.items():
-        if examined.facts.gpus or name not in ("load", "backup", "both_ways", "gpu_memory"):
+        if name not in known:
             yield Finding(
                 "not measured",
                 Severity.NOTE,
@@ -254,6 +299,17 @@ def _unmeasured(examined: Examined) -> Iterator[Finding]:
 
 
 JUDGES: tuple[Callable[[Examined], Iterator[Finding]], ...] = (
-    *(_gpu, _link, _room, _weights, _control_group, _memlock, _huge_pages, _shared_memory),
-    *(_open_files, _disk, _unmeasured),
+    *(
+        _gpu,
+        _several_gpus,
+        _kernels,
+        _link,
+        _room,
+        _weights,
+        _control_group,
+        _memlock,
+        _huge_pages,
+        _shared_memory,
+    ),
+    *(_open_files, _storage, _unmeasured),
 )

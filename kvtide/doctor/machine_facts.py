@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from kvtide.layers.native.build import SWITCH, BuildError, cache_folder, load
 from kvtide.tiers import MachineMemory, device_memory, machine_memory
 
 NVIDIA = "0x10de"
@@ -34,6 +35,7 @@ class MachineFacts:
     driver               the NVIDIA driver's version; None: it is not loaded
     torch_cuda           the CUDA version that torch was built for; None: for CPUs
     gpus                 those that torch can use
+    kernel_flaw          why a CPU has no native kernels; None: it has, or computes nothing
     """
 
     cores: int
@@ -49,6 +51,7 @@ class MachineFacts:
     torch_version: str
     torch_cuda: str | None
     gpus: tuple[GPU, ...] = ()
+    kernel_flaw: str | None = None
 
     @property
     def limited(self) -> bool:
@@ -59,7 +62,7 @@ class MachineFacts:
 def machine_facts(root: Path = Path("/")) -> MachineFacts:
     memlock, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    switches = root / "sys/kernel/mm/transparent_hugepage"
+    switches, gpus = root / "sys/kernel/mm/transparent_hugepage", _gpus()
     return MachineFacts(
         cores=len(os.sched_getaffinity(0)),
         installed_bytes=_installed_bytes(root),
@@ -73,8 +76,20 @@ def machine_facts(root: Path = Path("/")) -> MachineFacts:
         driver=_driver(root),
         torch_version=str(torch.__version__),
         torch_cuda=torch.version.cuda,
-        gpus=_gpus(),
+        gpus=gpus,
+        kernel_flaw=None if gpus else _kernel_flaw(),
     )
+
+
+def _kernel_flaw() -> str | None:
+    """Kernels that this machine has not compiled yet are compiled, as at a server's start."""
+    if os.environ.get(SWITCH) == "0":
+        return f"{SWITCH}=0 turns them off"
+    try:
+        load(cache_folder())
+    except (BuildError, OSError) as error:
+        return str(error)
+    return None
 
 
 def _installed_bytes(root: Path) -> int:

@@ -6,6 +6,9 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
+from kvtide.doctor.built_weights import weight_bytes
 from kvtide.models.checkpoint import Checkpoint, open_checkpoint
 from kvtide.spec import ModelMemory, SpecError, catalog
 from kvtide.spec.families import KVDType, declare
@@ -21,7 +24,7 @@ class ModelFacts:
     """`path`: what `kvtide serve` is given; None for a built-in description without weights.
 
     active_params  that a token passes through, as far as known: else all; None: not known
-    weights_bytes  on the device; None: not known
+    weights_bytes  as a server's layers keep them, on one device; None: not known
     own_page_tokens  the family's page size; `memory` has the one that fits
     """
 
@@ -35,7 +38,7 @@ class ModelFacts:
 
 def model_facts(model: str, on_gpu: bool) -> ModelFacts:
     """On a GPU a server computes in bf16, on a CPU in fp32."""
-    kv_dtype, width = (KVDType.BF16, 2) if on_gpu else (KVDType.FP32, 4)
+    kv_dtype = KVDType.BF16 if on_gpu else KVDType.FP32
     if not Path(model).exists():
         memory = catalog.resolve(model, None, kv_dtype.value)
         active = catalog.active_params(model)
@@ -47,9 +50,10 @@ def model_facts(model: str, on_gpu: bool) -> ModelFacts:
     page_tokens = _page_tokens(checkpoint, memory, kv_dtype)
     if page_tokens != own:
         memory = _memory(checkpoint, page_tokens, kv_dtype)
-    params = _params(checkpoint)
+    device, dtype = ("cuda", torch.bfloat16) if on_gpu else ("cpu", torch.float32)
+    weights = weight_bytes(checkpoint, torch.device(device), dtype)
     active = None if checkpoint.gguf is not None else catalog.active_params(model)
-    return ModelFacts(path.name, path, memory, own, active or params, params * width)
+    return ModelFacts(path.name, path, memory, own, active or _params(checkpoint), weights)
 
 
 def _memory(checkpoint: Checkpoint, page_tokens: int | None, kv_dtype: KVDType) -> ModelMemory:

@@ -6,27 +6,23 @@ blocks keeps its thread, which does not outlive the process.
 
 from __future__ import annotations
 
-import os
-import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 
-from kvtide.bench import store_speed, transfer_speed
+from kvtide.bench import transfer_speed
+from kvtide.bench.codecs.codec_speed import StoreGain
 from kvtide.bench.gpu import ceilings
 from kvtide.bench.link import Link
-from kvtide.bench.store_speed import MemoryBlocks, Ours, StoreCase
 from kvtide.bench.transfer_speed import TransferCase, TransferMeasurement
 from kvtide.byte_sizes import format_bytes
-from kvtide.spec import ModelMemory
-from kvtide.storage import object_formats, open_store
-from kvtide.storage.store import SPACE_BYTES
+from kvtide.doctor.judged_store import JudgedStore, codec_gain, quietly, store_rates
+from kvtide.spec import DType, ModelMemory
 from kvtide.tiers import Layout, host_arena
 from kvtide.transfer.backends import CELLS
 from kvtide.transfer.strided import Way
@@ -38,14 +34,11 @@ CPU_BUDGET_S, GPU_BUDGET_S = 24.0, 120.0
 PROBE_S = {"cpu": 8.0, "cuda": 60.0}
 CPU_BLOCK_BYTES, GPU_BLOCK_BYTES = 64 << 20, 1 << 30
 CPU_GEMM, GPU_GEMM = 768, 8192
-DISK_BYTES = 32 << 20
-OBJECT_BYTES = 1 << 20
-"""The size of a stored object where no model is given."""
 CASE_BYTES = 32 << 20
 """What a comparison of layouts copies."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Measured:
     """Rates in bytes or FLOPs per second, by name, and why others could not be measured.
 
@@ -54,19 +47,24 @@ class Measured:
     load, backup   plain copies over the link; both_ways: both at once, added up
     gpu_memory     a copy within the GPU's memory, read plus written
     gemm           of the dtype that a server computes in, on its device
-    disk_write, disk_read  pages by the file store, in its folder
+    storage_write, storage_read  pages by the store that is judged
+    codec          pages through it in fewer bytes, beside those as they are; None: not measured
     cells          pages of the model with each layout and backend
     seconds        that each probe took
     """
 
     rates: dict[str, float] = field(default_factory=dict)
     unmeasured: dict[str, str] = field(default_factory=dict)
+    codec: StoreGain | None = None
     cells: list[TransferMeasurement] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
 
 
 def measure_machine(
-    device: torch.device, folder: Path, memory: ModelMemory | None, budget_s: float | None = None
+    device: torch.device,
+    store: JudgedStore,
+    memory: ModelMemory | None,
+    budget_s: float | None = None,
 ) -> Measured:
     """Run every probe that this machine and model have."""
     if budget_s is None:
@@ -86,9 +84,12 @@ def measure_machine(
         for name in ("load", "backup", "both_ways", "gpu_memory"):
             found.unmeasured[name] = why
     session.probe(("gemm",), lambda: {"gemm": _gemm_flops(device)})
-    session.probe(("disk_write", "disk_read"), lambda: _disk(folder, memory))
+    session.probe(("storage_write", "storage_read"), lambda: store_rates(store, memory))
+    if memory is not None and "storage_read" in found.rates:
+        dtype = DType.BF16 if device.type == "cuda" else DType.FP32
+        found.codec = session.run(("codec",), lambda: codec_gain(store, memory, dtype))
     if memory is not None:
-        session.cells(lambda: _cells(device, memory))
+        found.cells.extend(session.run(("layouts",), lambda: _cells(device, memory)) or [])
     return found
 
 
@@ -101,13 +102,11 @@ class _Session:
         self._probe_s = probe_s
 
     def probe(self, names: Sequence[str], function: Callable[[], dict[str, float]]) -> None:
-        rates = self._run(names, function)
+        rates = self.run(names, function)
         self._found.rates.update(rates or {})
 
-    def cells(self, function: Callable[[], list[TransferMeasurement]]) -> None:
-        self._found.cells.extend(self._run(("layouts",), function) or [])
-
-    def _run(self, names: Sequence[str], function: Callable[[], T]) -> T | None:
+    def run(self, names: Sequence[str], function: Callable[[], T]) -> T | None:
+        """What a probe finds; None, and the reason is noted, if it fails or takes too long."""
         began = time.monotonic()
         limit_s = min(self._probe_s, self._deadline - began)
         try:
@@ -180,34 +179,6 @@ def _gemm_flops(device: torch.device) -> float:
     return ceilings.gemm_flops(device, CPU_GEMM, torch.float32)
 
 
-def _disk(folder: Path, memory: ModelMemory | None) -> dict[str, float]:
-    """The file store itself, in a folder of its own beside the pages."""
-    size = OBJECT_BYTES
-    if memory is not None:
-        formats = object_formats(memory.at_rest, bytes(SPACE_BYTES)).values()
-        largest = max(one.bytes for one in formats)
-        size = min(DISK_BYTES, -(-largest // store_speed.ALIGN) * store_speed.ALIGN)
-    case = StoreCase("pages", size, max(1, DISK_BYTES // size))
-    blocks = MemoryBlocks(case.bytes)
-    with tempfile.TemporaryDirectory(
-        dir=existing(folder), prefix=".kvtide-doctor-", ignore_cleanup_errors=True
-    ) as place:
-        store = open_store(f"file://{place}/store?cap={8 * case.bytes}", bytes(SPACE_BYTES))
-        try:
-            rows = store_speed.measure(case, [Ours(store, blocks)], blocks, 2, _quietly)
-        finally:
-            store.close()
-    return {f"disk_{row.way}": row.gb_s * 1e9 for row in rows}
-
-
-def existing(folder: Path) -> Path:
-    """The folder, or the nearest one above it that is there and can be written."""
-    found = next(p for p in (folder, *folder.absolute().parents) if p.exists())
-    if not os.access(found, os.W_OK | os.X_OK):
-        raise PermissionError(f"{found} cannot be written; name another folder with --folder")
-    return found
-
-
 def _cells(device: torch.device, memory: ModelMemory) -> list[TransferMeasurement]:
     """Every layout and backend of this device, with the model's pages."""
     cases = [
@@ -218,7 +189,7 @@ def _cells(device: torch.device, memory: ModelMemory) -> list[TransferMeasuremen
     ]
     link = Link(device, transfer_speed.block_bytes(cases))
     try:
-        return transfer_speed.measure(cases, link, 3, _quietly)
+        return transfer_speed.measure(cases, link, 3, quietly)
     finally:
         link.close()
 
@@ -227,10 +198,6 @@ def _tokens(memory: ModelMemory) -> int:
     """A prefix whose pages are about CASE_BYTES."""
     page_bytes = max(1, sum(memory.at_rest.slot_bytes(one.name) for one in memory.anchors))
     return memory.page_tokens * max(1, CASE_BYTES // page_bytes)
-
-
-def _quietly(items: Iterable[Any], total: int, label: str) -> Iterator[Any]:
-    return iter(items)
 
 
 def shown(name: str, rate: float) -> str:

@@ -47,7 +47,7 @@ from kvtide.index.tree.holds import Arrival, Departure, Import, IndexLease, Take
 from kvtide.index.tree.presence import SidecarSlots
 from kvtide.index.tree.tree import Tree
 from kvtide.index.tree.tree_reading import TreeReading
-from kvtide.index.tree.tree_survey import Standing, TreeSurvey
+from kvtide.index.tree.tree_survey import Standing, TreeBranch, TreeSurvey
 from kvtide.spec import ModelMemory, PageMove, Slots, Tier
 
 
@@ -458,6 +458,18 @@ class Index:
     def survey(self, standing: Standing = dict) -> TreeSurvey:
         """The tree in outline, with what stands at its nodes, a few nodes at a time."""
         return TreeSurvey(self.tree, self._matcher.counted, standing)
+
+    def last_page_key(self, branch: TreeBranch) -> bytes | None:
+        """The key of the run's last page; None if its node has left the tree, or is hidden."""
+        node = branch.node
+        if node is None or node.parent is None or node.hidden:
+            return None
+        return self.tree.key(node)
+
+    @property
+    def counted_anchor(self) -> str:
+        """The anchor whose pages count for a prompt, and in a survey."""
+        return self.tree.anchor_names[self._matcher.counted]
 
     def validate(self) -> list[str]:
         """Every violation of the invariants, in sentences; empty when all is well."""

@@ -35,8 +35,9 @@ class HyperConnection:
         self.ops: Ops = blueprint.ops
         count, config = blueprint.config.count("hc_mult"), blueprint.config
         scale = blueprint.tensor(f"{prefix}scale", torch.float32)
-        widths = torch.tensor([count, count, count**2], device=scale.device)
-        scales, rounds = scale.repeat_interleave(widths), config.count("hc_sinkhorn_iters")
+        widths = (count, count, count**2)
+        scales = torch.cat([one.expand(n) for one, n in zip(scale, widths, strict=True)])
+        rounds = config.count("hc_sinkhorn_iters")
         mixing = _mixing(blueprint, prefix, scales, rounds)
         self.mixing = self.ops.packed_mixing(mixing, blueprint.dtype)
 

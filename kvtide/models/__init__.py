@@ -13,6 +13,7 @@ Families: `bamba`, `deepseek`, `deepseek_dsa`, `deepseek_v4`, `falcon_h1`, `gemm
 `checkpoint`          a model on disk: `safetensors_folder`, or a file that `gguf` reads
 `quantized_weights`   published weights in few bits, read as numbers: `fp8`, `mxfp4`
 `renamed_weights`     weights under other names: `deepseek_v4_names`, `multimodal`
+`outlined_weights`    shapes, dtypes and forms alone, to build a model that has no bytes
 `tokenizer`           text to tokens and back; `token_bytes` of each token
 `chat`                chat templates: `chat_templates`, `tool_templates`, `developer_role`
 `default_model`       the model to try things with

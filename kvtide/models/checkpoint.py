@@ -34,10 +34,10 @@ from numpy.typing import NDArray
 from kvtide.layers import Weights
 from kvtide.layers.backend.packed_weight import PackedWeight
 from kvtide.models.gguf import GGUF, architectures
-from kvtide.models.gguf.tensors import packed_matrix, read_tensor
+from kvtide.models.gguf.tensors import packed_matrix, read_tensor, tensor_outline
 from kvtide.models.model_errors import CheckpointError
 from kvtide.models.quantized_weights import METHODS, PublishedWeights
-from kvtide.models.safetensors_folder import Stored, missing, read_json
+from kvtide.models.safetensors_folder import Stored, WeightOutline, missing, read_json
 
 SAMPLE_BYTES = 64
 SAMPLE_EVERY_BYTES = 1024
@@ -66,6 +66,9 @@ class StoredWeights(Weights, Protocol):
     def names(self) -> Collection[str]: ...
 
     def stored(self, name: str) -> Stored: ...
+
+    def outline(self, name: str) -> WeightOutline:
+        """What `get` and `packed` give; no weight is read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +112,7 @@ class OnDevice:
         return self.weights.get_rows(name, rows).to(self.device)
 
     def packed(self, name: str) -> PackedWeight | None:
-        return self.weights.packed(name) if self.device.type == "cpu" else None
+        return None if self.device.type == "cuda" else self.weights.packed(name)
 
 
 def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
@@ -188,6 +191,9 @@ class GGUFWeights:
         if packed is None or source.change is None:
             return packed
         return packed.moved(source.change)
+
+    def outline(self, name: str) -> WeightOutline:
+        return tensor_outline(self._file, self._source(name).name)
 
     def _source(self, name: str) -> architectures.Source:
         if name not in self._sources:

@@ -23,12 +23,12 @@ class ScaledMamba2(Mamba2):
         norm_first = bool(config.values.get("mamba_norm_before_gate", True))
         super().__init__(blueprint, number, norm_first=norm_first)
         self.gain = config.number("ssm_in_multiplier", default=1.0)
-        gains = torch.tensor(config.numbers("ssm_multipliers", *[1.0] * 5))
+        gains = config.numbers("ssm_multipliers", *[1.0] * 5)
         inner = self.heads * self.head_dim
-        widths = torch.tensor([inner, inner, self.shared, self.shared, self.heads])
         # Of the gate, x, B, C and the time steps.
-        spread = gains.repeat_interleave(widths)
-        self.gains = spread.to(self.dt_bias.device, blueprint.dtype)
+        widths = (inner, inner, self.shared, self.shared, self.heads)
+        spread = [torch.full((n,), gain) for gain, n in zip(gains, widths, strict=True)]
+        self.gains = torch.cat(spread).to(self.dt_bias.device, blueprint.dtype)
 
     def project(self, x: Tensor) -> Tensor:
         return super().project(x * self.gain) * self.gains

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from kvtide.layers import Blueprint, Weights, choose
+from kvtide.layers.backend.ops import Ops
 from kvtide.layers.tensor_ranks import ALONE, TensorRanks
 from kvtide.models.bamba import Bamba
 from kvtide.models.deepseek import DeepSeek2, DeepSeek3, DeepSeekNextToken, Glm4MoeLite
@@ -152,6 +153,7 @@ def build(
     stage: int = 0,
     stages: int = 1,
     ranks: TensorRanks = ALONE,
+    ops: Ops | None = None,
 ) -> Decoder:
     """The model that this `config.json` describes, with these weights.
 
@@ -161,7 +163,7 @@ def build(
     its memory also has the pools of the draft that `build_mtp` gives, or of this one; a draft is
     built afterwards. It may be one of several stages, and have one of several ranks' share of
     every layer. It computes on torch's default device, where weights are: call this under
-    `with device`.
+    `with device`. `ops` are what it computes with, if not what is `choose`n there.
     """
     published = _Published.of(config, weights)
     memory = declare(
@@ -183,7 +185,8 @@ def build(
         memory = with_draft(memory, draft.declare(published.fields, memory, kv_dtype))
     if (stages, ranks.count) != (1, 1):
         memory = list(memory.stages(stages, ranks.rank, ranks.count))[stage]
-    ops = choose(deterministic, torch.get_default_device())
+    if ops is None:
+        ops = choose(deterministic, torch.get_default_device())
     return published.family(
         Blueprint(published.fields, published.weights, memory, ops, dtype, ranks=ranks)
     )

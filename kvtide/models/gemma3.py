@@ -52,8 +52,8 @@ class Gemma3(Decoder):
             raise config.refusal("`use_bidirectional_attention` has no cache; unset it")
         super().__init__(replace(blueprint, norm_offset=1.0))
         # Rounded as the model was trained with it.
-        root = torch.tensor(config.count("hidden_size") ** 0.5, dtype=blueprint.dtype)
-        self.scale = float(root)
+        root = config.count("hidden_size") ** 0.5
+        self.scale = float(torch.tensor(root, dtype=blueprint.dtype, device="cpu"))
         cap = config.find("final_logit_softcapping")
         self.cap = None if cap is None else config.number("final_logit_softcapping")
 

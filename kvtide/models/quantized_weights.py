@@ -19,10 +19,15 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from kvtide.layers.backend.packed_weight import PackedWeight
+from kvtide.layers.backend.packed_weight import PackedWeight, half_form
 from kvtide.models import fp8, mxfp4
 from kvtide.models.model_errors import CheckpointError
-from kvtide.models.safetensors_folder import SafetensorsWeights, Stored, StoredTensors
+from kvtide.models.safetensors_folder import (
+    SafetensorsWeights,
+    Stored,
+    StoredTensors,
+    WeightOutline,
+)
 
 METHODS = ("fp8", "mxfp4")
 """What a config's `quantization_config` calls these."""
@@ -73,6 +78,17 @@ class PublishedWeights:
         if not self.tensors.has(name):
             return None
         return PackedWeight.of_halves(self.tensors.get(name))
+
+    def outline(self, name: str) -> WeightOutline:
+        if self.tensors.has(f"{name}_blocks"):
+            return WeightOutline(mxfp4.VALUES.dtype)
+        stored = self.tensors.get(name)
+        if stored.dtype is torch.float8_e4m3fn:
+            return WeightOutline(torch.float32)
+        if self._is_packed(name, stored):
+            return WeightOutline(mxfp4.VALUES.dtype)
+        form = half_form(stored)
+        return WeightOutline(stored.dtype, form, 0 if form is None else stored[0].nbytes)
 
     def _read(self, name: str, rows: range | None) -> Tensor:
         if self.tensors.has(f"{name}_blocks"):

@@ -25,6 +25,19 @@ class Stored:
     row_bytes: int
 
 
+@dataclass(frozen=True, slots=True)
+class WeightOutline:
+    """What a weight is, without its bytes.
+
+    dtype  of the numbers that `get` gives
+    form   as `packed` gives the matrix, with so many bytes of a row; None where it gives none
+    """
+
+    dtype: torch.dtype
+    form: str | None = None
+    row_bytes: int = 0
+
+
 class StoredTensors(Protocol):
     """Tensors by name, as they lie on disk or will."""
 

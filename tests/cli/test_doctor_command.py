@@ -10,15 +10,16 @@ from typing import Any
 import pytest
 
 from kvtide.cli.main import main
-from kvtide.doctor import probes
+from kvtide.doctor import judged_store, probes
+from tests.processes import free_port
 
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Probes that move little."""
-    for name, value in (("CPU_BLOCK_BYTES", 1 << 20), ("DISK_BYTES", 1 << 20), ("CPU_GEMM", 64)):
+    for name, value in (("CPU_BLOCK_BYTES", 1 << 20), ("CASE_BYTES", 1 << 20), ("CPU_GEMM", 64)):
         monkeypatch.setattr(probes, name, value)
-    monkeypatch.setattr(probes, "CASE_BYTES", 1 << 20)
+    monkeypatch.setattr(judged_store, "MEASURED_BYTES", 1 << 20)
 
 
 @pytest.fixture
@@ -37,7 +38,7 @@ def advised(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
 def test_the_machine_alone(quick: None, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     found = advised(capsys, "--folder", str(tmp_path))
     assert found["model"] is None and found["layouts"] == []
-    assert {"copy", "disk_read", "gemm"} <= {*found["measured"]}
+    assert {"copy", "storage_read", "gemm"} <= {*found["measured"]}
     assert found["command"][:2] == ["kvtide", "serve"]
     assert found["machine"]["cores"] > 0
 
@@ -60,7 +61,30 @@ def test_the_report_ends_with_the_command(
     assert main(["doctor", "qwen3-8b", "--folder", str(tmp_path)]) == 0
     text = capsys.readouterr().out
     assert text.splitlines()[-1].startswith("kvtide serve ./qwen3-8b --device cpu")
-    assert "| disk read " in text and "| --host-bytes " in text
+    assert "./qwen3-8b in the command is a folder that is not here" in text
+    assert "| storage read " in text and "| --host-bytes " in text
+
+
+def test_a_named_store_is_measured_and_advised(
+    quick: None, capsys: pytest.CaptureFixture[str], tmp_path: Path, model: Path
+) -> None:
+    """Random numbers shrink little, and this store is memory: a codec cannot pay."""
+    found = advised(capsys, str(model), "--storage", "memory:judged")
+    assert found["settings"]["storage"]["value"] in ("memory:judged", "none")
+    assert found["codec"]["codec"] == "lossless" and found["measured"]["storage_read"] > 0
+    assert not [one for one in found["findings"] if one["name"] == "storage not usable"]
+
+
+def test_a_named_store_that_is_not_there_is_a_problem(
+    quick: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["doctor", "--storage", f"redis://127.0.0.1:{free_port()}?timeout=1"]) == 1
+    assert "problem: redis://127.0.0.1" in capsys.readouterr().out
+
+
+def test_two_stores_at_once_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--folder", "/tmp", "--storage", "memory:"]) == 2
+    assert "name two stores; use one of them" in capsys.readouterr().err
 
 
 def test_a_problem_is_an_exit_code(

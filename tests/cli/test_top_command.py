@@ -6,6 +6,7 @@ import asyncio
 import io
 import itertools
 from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from kvtide.cli.client import CutError, RequestRefusedError
 from kvtide.cli.main import main
 from kvtide.cli.top.top_view import bar, count, screen, seconds
 from tests.server.live.conftest import watched
-from tests.server.live.watching import frame
+from tests.server.live.watching import frame, hybrid
 from tests.server.serving import PAGE
 
 __all__ = ["watched"]
@@ -47,6 +48,14 @@ def test_a_pipe_gets_one_snapshot(server: Any, capsys: pytest.CaptureFixture[str
     ):
         assert part in text, part
     assert f"{3 * PAGE} tokens in 1 nodes" in text
+
+
+def test_a_hybrids_pools_and_hot_buffers_are_drawn(
+    watched: Callable[..., Any], tmp_path: Path
+) -> None:
+    text = drawn(frame(hybrid(watched, tmp_path)), 120)
+    for part in ("kv", "swa", "c4", "0 of 3 requests", "rank-s"):
+        assert part in text, part
 
 
 @pytest.mark.parametrize("width", [60, 80, 100, 160])

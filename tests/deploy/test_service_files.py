@@ -16,8 +16,11 @@ from pathlib import Path
 
 import pytest
 
+from kvtide.layers.native import build
 from kvtide.server.setting_sources import add_flags, read
 from kvtide.server.settings import Settings
+from kvtide.storage.codec import zstd
+from kvtide.storage.mooncake.library import PACKAGES
 
 ROOT = Path(__file__).parent.parent.parent
 UNIT = ROOT / "deploy" / "systemd" / "kvtide.service"
@@ -105,6 +108,29 @@ def test_pages_of_a_container_are_on_its_volume() -> None:
     (volume,) = of("VOLUME")
     assert variables()["KVTIDE_STORAGE"].startswith(f"file://{volume}/")
     assert any(f"--owner {of('USER')[0]}" in run and volume in run for run in of("RUN"))
+
+
+def packages() -> set[str]:
+    """Those of the system that it installs."""
+    (install,) = [run for run in of("RUN") if "apt-get install" in run]
+    words = install.partition("apt-get install")[2].partition("&&")[0].split()
+    return {word for word in words if not word.startswith("-")}
+
+
+def test_the_container_has_the_compiler_of_the_cpu_kernels_and_keeps_what_it_makes() -> None:
+    wanted = re.findall(r'shutil\.which\("([^"]+)"\)', Path(build.__file__).read_text())
+    assert wanted and {*wanted} <= packages()
+    (volume,) = of("VOLUME")
+    assert Path(variables()["XDG_CACHE_HOME"]).is_relative_to(volume)
+
+
+def test_the_container_has_what_documents_and_refusals_tell_to_install() -> None:
+    texts = [path.read_text() for path in (ROOT / "docs").rglob("*.md")]
+    told = re.findall(r"pip install '?kvtide\[([\w,]+)\]", " ".join(texts))
+    extras = re.findall(r"/src\[([\w,]+)\]", " ".join(of("RUN")))[0].split(",")
+    assert told and {extra for one in told for extra in one.split(",")} <= {*extras}
+    libraries = re.findall(r"apt-get install (lib\w+)", Path(zstd.__file__).read_text())
+    assert libraries and {*libraries, *PACKAGES.values()} <= packages()
 
 
 def test_what_the_container_copies_and_installs_is_there() -> None:

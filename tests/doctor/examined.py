@@ -5,8 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from kvtide.bench.codecs.codec_speed import StoreGain
 from kvtide.doctor.advice import advise
 from kvtide.doctor.findings import Examined
+from kvtide.doctor.judged_store import JudgedStore
 from kvtide.doctor.machine_facts import GPU, MachineFacts
 from kvtide.doctor.model_facts import ModelFacts
 from kvtide.doctor.probes import Measured
@@ -32,8 +34,9 @@ MACHINE: dict[str, Any] = {
 }
 RATES = {
     **{"copy": 10e9, "allocation": 5e9, "load": 55e9, "backup": 55e9, "both_ways": 100e9},
-    **{"gpu_memory": 4e12, "gemm": 700e12, "disk_write": 2e9, "disk_read": 6e9},
+    **{"gpu_memory": 4e12, "gemm": 700e12, "storage_write": 2e9, "storage_read": 6e9},
 }
+FOLDER = JudgedStore.of_folder(Path("/pages"))
 ON_CPU: dict[str, Any] = {"gpus": (), "nvidia_cards": 0, "driver": None}
 
 
@@ -53,8 +56,15 @@ def examined(
     rates: dict[str, float] | None = None,
     unmeasured: dict[str, str] | None = None,
     free_bytes: int = 1000 * GB,
+    storage: str | None = None,
+    codec: float | None = None,
 ) -> Examined:
+    """`storage` is a URL that was given, `codec` how much faster pages are read with one."""
     machine = machine or facts()
-    measured = Measured({**RATES, **(rates or {})}, unmeasured or {})
-    advice = advise(machine, measured, model, Path("/pages"), free_bytes)
-    return Examined(machine, measured, advice, model)
+    store = FOLDER if storage is None else JudgedStore(storage)
+    gain = None if codec is None else StoreGain("lossless", 1.0, 1.0, 0.5, codec)
+    missing = unmeasured or {}
+    known = {name: rate for name, rate in {**RATES, **(rates or {})}.items() if name not in missing}
+    measured = Measured(known, missing, gain)
+    advice = advise(machine, measured, model, store, free_bytes)
+    return Examined(machine, measured, advice, store, model)

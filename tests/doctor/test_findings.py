@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from kvtide.doctor.findings import Severity, findings
 from kvtide.tiers import MachineMemory
-from tests.doctor.examined import GB, ON_CPU, examined, facts, qwen
+from tests.doctor.examined import GB, H200, ON_CPU, examined, facts, qwen
 
 PROBLEM, WARNING, NOTE = Severity
 
@@ -32,6 +33,8 @@ def test_a_sound_machine_has_nothing_wrong() -> None:
         ({"shared_memory_bytes": 64 << 20}, "shared memory", WARNING),
         ({"shared_memory_bytes": None}, "shared memory", WARNING),
         ({"open_files": 1024}, "open files", WARNING),
+        ({"kernel_flaw": "there is no g++ on PATH"}, "no native kernels", WARNING),
+        ({"gpus": (H200, H200)}, "several GPUs", NOTE),
     ],
 )
 def test_each_fact_has_its_finding(changes: dict[str, Any], name: str, severity: Severity) -> None:
@@ -70,14 +73,31 @@ def test_a_disk_that_is_slower_than_computing_is_found_by_the_planners_arithmeti
     """Qwen3-8B: 147,456 B a token; 700 TFLOP/s × 0.5 over 16 GFLOP a token are 21,875 tokens/s."""
     model = qwen()
     limit = model.memory.history_bytes_per_token() * 0.5 * 700e12 / (2 * 8 * GB)
-    assert findings(examined(model=model, rates={"disk_read": 1.01 * limit})) == []
-    (slow,) = findings(examined(model=model, rates={"disk_read": 0.99 * limit}))
-    assert (slow.name, slow.severity) == ("slow disk", WARNING)
+    assert findings(examined(model=model, rates={"storage_read": 1.01 * limit})) == []
+    (slow,) = findings(examined(model=model, rates={"storage_read": 0.99 * limit}))
+    assert (slow.name, slow.severity) == ("slow storage", WARNING)
 
 
 def test_a_description_without_weights_is_reported_as_one() -> None:
-    (one,) = findings(examined(model=qwen(weights_bytes=None)))
+    model = replace(qwen(weights_bytes=None), path=None)
+    (one,) = findings(examined(model=model))
     assert (one.name, one.severity) == ("weights not known", NOTE)
+    assert examined(model=model).advice.words[2] == "./qwen3-8b"
+    assert "./qwen3-8b in the command is a folder that is not here" in one.what
+
+
+def test_several_gpus_of_which_one_is_enough_are_said_to_stay_idle() -> None:
+    (one,) = findings(examined(facts(gpus=(H200,) * 4), qwen()))
+    assert "--tp 4 each has 4.00 GB of weights" in one.what
+    divided = findings(examined(facts(gpus=(H200,) * 4), qwen(weights_bytes=200 * GB)))
+    assert divided == [], "the settings are for two of them"
+
+
+def test_a_named_store_that_cannot_be_measured_is_a_problem_once() -> None:
+    broken = dict.fromkeys(("storage_read", "storage_write"), "connection refused")
+    found = findings(examined(storage="redis://10.0.0.9:6379", unmeasured=broken))
+    assert [(one.name, one.severity) for one in found] == [("storage not usable", PROBLEM)]
+    assert "redis://10.0.0.9:6379 could not be measured: connection refused" in found[0].what
 
 
 def test_a_slow_link_is_found() -> None:
@@ -88,7 +108,7 @@ def test_a_slow_link_is_found() -> None:
 def test_what_could_not_be_measured_is_reported_but_not_twice_without_a_gpu() -> None:
     (one,) = findings(examined(unmeasured={"load": "it took more than 60 s"}))
     assert one.what == "load was not measured: it took more than 60 s"
-    on_cpu = examined(facts(**ON_CPU), unmeasured={"load": "no GPU", "disk_read": "read-only"})
+    on_cpu = examined(facts(**ON_CPU), unmeasured={"load": "no GPU", "storage_read": "read-only"})
     assert [found.name for found in findings(on_cpu)] == ["no GPU", "not measured"]
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from kvtide.doctor.machine_facts import machine_facts
 
 
@@ -52,3 +54,21 @@ def test_a_control_groups_limit_shows(tmp_path: Path) -> None:
     files = {f"sys/fs/cgroup/{name}": text for name, text in group.items()}
     found = machine_facts(system(tmp_path, files))
     assert found.limited and found.memory.total_bytes == 512000
+
+
+def test_a_cpu_without_a_compiler_has_no_native_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvtide.layers.native.build.shutil.which", lambda name: None)
+    if not (found := machine_facts()).gpus:
+        assert found.kernel_flaw == "there is no g++ on PATH"
+
+
+def test_kernels_that_are_turned_off_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVTIDE_NATIVE", "0")
+    if not (found := machine_facts()).gpus:
+        assert found.kernel_flaw == "KVTIDE_NATIVE=0 turns them off"
+
+
+def test_a_cpu_with_kernels_has_no_flaw(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvtide.doctor.machine_facts.load", lambda folder: None)
+    monkeypatch.delenv("KVTIDE_NATIVE", raising=False)
+    assert machine_facts().kernel_flaw is None

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from kvtide.cli.main import main
+from kvtide.doctor.judged_store import JudgedStore
 from kvtide.doctor.probes import CPU_BUDGET_S, GPU_BUDGET_S, measure_machine
 from kvtide.spec import catalog
 from kvtide.transfer.backends import CELLS
@@ -20,12 +21,12 @@ LINK = {"load", "backup", "both_ways", "gpu_memory"}
 @pytest.mark.full
 def test_every_probe_measures_something(device: torch.device, tmp_path: Path) -> None:
     began = time.monotonic()
-    found = measure_machine(device, tmp_path, catalog.resolve("qwen3-8b"))
+    found = measure_machine(device, JudgedStore.of_folder(tmp_path), catalog.resolve("qwen3-8b"))
     budget = GPU_BUDGET_S if device.type == "cuda" else CPU_BUDGET_S
     assert time.monotonic() - began < budget + 10
     on_gpu = device.type == "cuda"
     assert {*found.unmeasured} == (set() if on_gpu else LINK), found.unmeasured
-    common = {"copy", "allocation", "gemm", "disk_write", "disk_read"}
+    common = {"copy", "allocation", "gemm", "storage_write", "storage_read"}
     assert {*found.rates} == common | (LINK if on_gpu else set())
     assert all(rate > 0 for rate in found.rates.values())
     kind = device.type

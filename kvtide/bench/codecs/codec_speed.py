@@ -124,13 +124,19 @@ def _zlib(objects: Objects) -> Coder:
 
 
 def in_store(
-    url: str, objects: Objects, size: int, turns: int, progress: Progress
+    url: str,
+    objects: Objects,
+    size: int,
+    turns: int,
+    progress: Progress,
+    codecs: Sequence[str] = tuple(CODECS),
 ) -> list[StoreGain]:
-    """Write and read about so many bytes of pages; everything is removed again."""
+    """Write and read about so many bytes of pages, without a codec and with each of these;
+    everything is removed again."""
     count = max(1, -(-size // sum(len(one) for _, one in objects)))
     took: dict[tuple[str, str], list[float]] = defaultdict(list)
     with ExitStack() as opened:
-        stores = {name: _opened(url, name, objects, opened) for name in (NO_CODEC, *CODECS)}
+        stores = {name: _opened(url, name, objects, opened) for name in (NO_CODEC, *codecs)}
         for _ in progress(range(turns), turns, "codecs in the store"):
             for name, store in stores.items():
                 contents = dict(_keyed(objects, count))

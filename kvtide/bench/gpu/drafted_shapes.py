@@ -21,7 +21,7 @@ from kvtide.models.checkpoint import Checkpoint
 from kvtide.models.draft import DraftModel
 from kvtide.models.draft_checkpoint import DraftCheckpoint
 from kvtide.models.model import Decoder
-from kvtide.models.safetensors_folder import Stored
+from kvtide.models.safetensors_folder import Stored, WeightOutline
 from kvtide.spec.config import Config
 from kvtide.spec.families import declare
 
@@ -82,6 +82,9 @@ class _DraftWeights(RandomWeights):
         tensor = self.get(name).cpu()
         data = tensor.reshape(-1).view(torch.uint8).numpy()
         return Stored(f"{tensor.dtype} {tuple(tensor.shape)}", data, data.size // len(tensor))
+
+    def outline(self, name: str) -> WeightOutline:
+        return WeightOutline(self.get(name).dtype)
 
 
 def _eagle3_config(target: Mapping[str, Any]) -> dict[str, Any]:

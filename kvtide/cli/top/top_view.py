@@ -133,8 +133,9 @@ def _tiles(s: Json, width: int) -> Text:
     saved, tokens, requests = s["saved"], s["tokens"], s["requests"]
     cached = sum(tokens[tier] for tier in TIERS)
     drafts, checks = s["speculation"], s["checks"]
+    unit = "GPU-s" if s["server"]["device"].startswith("cuda") else "rank-s"
     tiles = (
-        ("saved", f"{seconds(saved['seconds'])}, {saved['gpu_seconds']:.1f} GPU-s"),
+        ("saved", f"{seconds(saved['seconds'])}, {saved['rank_seconds']:.1f} {unit}"),
         ("prompt cached", percent(cached, cached + tokens["computed"])),
         ("requests", f"{requests['running']} running, {requests['waiting']} waiting"),
         ("accept length", f"{drafts['mean']:.2f}" if drafts and drafts["mean"] else "–"),
@@ -167,6 +168,12 @@ def _occupancy(s: Json, width: int) -> Table:
             f"{percent(used, capacity)} of {count(capacity)}",
             format_bytes(capacity * pool["page_bytes"]),
         )
+    if (hot := s["hot"]) is not None:
+        pools, rows = ", ".join(hot["pools"]), hot["rows"]
+        used = bar([(COLOURS["device"], hot["in_use"])], rows, max(8, width - 46))
+        table.add_row(
+            Text("hot", COLOURS["device"]), pools, used, f"{hot['in_use']} of {rows} requests", ""
+        )
     return table
 
 
@@ -181,10 +188,15 @@ def _flows(s: Json) -> Table:
         table.add_row(
             f"{way} to {target}",
             f"{format_bytes(flow['bytes_s'])}/s",
-            f"{flow['queue']:,} {flow['unit']}",
+            _waiting(flow),
             format_bytes(flow["bytes"]),
         )
     return table
+
+
+def _waiting(flow: Json) -> str:
+    reserved = flow.get("reserved")
+    return f"{flow['queue']:,} {flow['unit']}" + (f", {reserved:,} reserved" if reserved else "")
 
 
 def _sources(s: Json, history: Sequence[Json], width: int) -> Table:

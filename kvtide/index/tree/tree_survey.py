@@ -41,6 +41,8 @@ class TreeBranch:
     last     the tick of its last use
     standing how many names stand in the branch, of which `names` are some
     head     the packed first tokens of the run
+    node     the node; it may leave the tree, or be split or merged, later
+    stored   whether a store has its last page: set by the caller that asks one
     """
 
     start: int = 0
@@ -53,6 +55,8 @@ class TreeBranch:
     standing: int = 0
     names: tuple[str, ...] = ()
     head: bytes = b""
+    node: Node | None = None
+    stored: bool = False
     children: list[TreeBranch] = field(default_factory=list)
 
     def widest(self, count: int) -> list[tuple[int, TreeBranch]]:
@@ -152,6 +156,7 @@ class TreeSurvey:
             hits=node.hits,
             last=node.last,
             head=node.tokens[: SHOWN_TOKENS * TOKEN_BYTES],
+            node=node,
         )
 
     def _close(self, branch: TreeBranch, above: TreeBranch) -> None:

@@ -9,6 +9,12 @@ import torch
 from torch import Tensor
 
 
+def half_form(weight: Tensor) -> str | None:
+    """The form of a matrix in 16 bits; None of any other tensor."""
+    forms = {torch.bfloat16: "BF16", torch.float16: "F16"}
+    return forms.get(weight.dtype) if weight.dim() == 2 else None
+
+
 @dataclass(frozen=True, slots=True)
 class PackedRows:
     """Rows in one form: `data` has the bytes of each."""
@@ -34,8 +40,8 @@ class PackedWeight:
     @classmethod
     def of_halves(cls, weight: Tensor) -> PackedWeight | None:
         """A matrix in 16 bits; None of any other tensor."""
-        form = {torch.bfloat16: "BF16", torch.float16: "F16"}.get(weight.dtype)
-        if form is None or weight.dim() != 2:
+        form = half_form(weight)
+        if form is None:
             return None
         data = weight.detach().clone(memory_format=torch.contiguous_format).view(torch.uint8)
         return cls(weight.shape[1], (PackedRows(form, data),))

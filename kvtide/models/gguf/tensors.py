@@ -6,6 +6,7 @@ import torch
 
 from kvtide.layers.backend.packed_weight import PackedRows, PackedWeight
 from kvtide.models.gguf.gguf_file import GGUF
+from kvtide.models.safetensors_folder import WeightOutline
 
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
@@ -23,8 +24,17 @@ def read_tensor(file: GGUF, name: str, rows: range | None = None) -> torch.Tenso
 
 def packed_matrix(file: GGUF, name: str) -> PackedWeight | None:
     """A matrix in the form of the file, in memory of its own; None of any other tensor."""
-    tensor = file.tensors[name]
-    if len(tensor.shape) != 2 or tensor.form.name == "F32":
+    form, tensor = tensor_outline(file, name).form, file.tensors[name]
+    if form is None:
         return None
     data = torch.from_numpy(file.raw(name).copy()).view(tensor.shape[0], tensor.row_bytes)
-    return PackedWeight(tensor.shape[1], (PackedRows(tensor.form.name, data),))
+    return PackedWeight(tensor.shape[1], (PackedRows(form, data),))
+
+
+def tensor_outline(file: GGUF, name: str) -> WeightOutline:
+    """What the two functions above give."""
+    tensor = file.tensors[name]
+    dtype = _DTYPES.get(tensor.form.name, torch.float32)
+    if len(tensor.shape) != 2 or tensor.form.name == "F32":
+        return WeightOutline(dtype)
+    return WeightOutline(dtype, tensor.form.name, tensor.row_bytes)

@@ -1,13 +1,14 @@
 """The hash of a block: of its tokens and all before them.
 
-`VllmHashes` is what vLLM computes by default (`--prefix-caching-hash-algo sha256`, no
+`VllmHashes` is what vLLM 0.32 computes by default (`--prefix-caching-hash-algo sha256`, no
 PYTHONHASHSEED), so that a consumer of several engines compares hashes alone:
 
     NONE    = sha256(pickle("vllm-none-hash"))
     hash(i) = sha256(pickle((hash(i - 1) or NONE, tokens of block i as a tuple, extra keys)))
 
-with pickle protocol 5; the extra keys are a tuple of the adapter's name (every block) and the
-cache salt (the first block), or None. Published is the number in its last eight bytes.
+with pickle protocol 5. The extra keys are a tuple, or None without any: ("lora", name, path) of the
+adapter in every block, ("cache_salt", salt) in the first one. Published is the number in the last
+eight bytes. Our namespaces have names of adapters and no paths, so their blocks have other hashes.
 """
 
 from __future__ import annotations
@@ -39,12 +40,22 @@ class BlockHashes(Protocol):
         ...
 
 
-def extra_keys(namespace: Namespace, first: bool) -> tuple[str, ...] | None:
+def hash_keys(namespace: Namespace, first: bool) -> tuple[tuple[str, ...], ...] | None:
     """What else than tokens a block's hash depends on; `first`: of a prompt."""
     if namespace == DEFAULT_NAMESPACE:
         return None
-    named = (namespace.adapter, namespace.cache_salt if first else "")
-    return tuple(filter(None, named)) or None
+    keys: list[tuple[str, ...]] = []
+    if namespace.adapter:
+        keys.append(("lora", namespace.adapter, ""))
+    if namespace.cache_salt and first:
+        keys.append(("cache_salt", namespace.cache_salt))
+    return tuple(keys) or None
+
+
+def extra_keys(namespace: Namespace, first: bool) -> tuple[str, ...] | None:
+    """The same as events have it: without what each is."""
+    keys = hash_keys(namespace, first)
+    return None if keys is None else tuple(key[1] for key in keys)
 
 
 class VllmHashes:
@@ -53,7 +64,7 @@ class VllmHashes:
     def of(
         self, key: bytes, parent: bytes | None, tokens: tuple[int, ...], namespace: Namespace
     ) -> bytes:
-        hashed = (parent or NONE_HASH, tokens, extra_keys(namespace, parent is None))
+        hashed = (parent or NONE_HASH, tokens, hash_keys(namespace, parent is None))
         return hashlib.sha256(pickle.dumps(hashed, PICKLE_PROTOCOL)).digest()
 
     def published(self, digest: bytes) -> bytes:

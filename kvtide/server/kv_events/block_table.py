@@ -176,17 +176,15 @@ class BlockTable:
         if isinstance(change, PagesRemoved):
             for slot in reversed(numbers):  # The last leave first.
                 if slot in slots or self.whole:
-                    self._lose(cell, self.blocks[slots.pop(slot).digest])
+                    self._lose(cell, slots.pop(slot))
             return
         place = self._place(change)
         if place is None:
             return
         for slot, piece in zip(numbers, self._pieces(change.tokens), strict=True):
             if slot not in slots:
-                # vLLM's hashes do not tell an adapter from a salt of the same name in first
-                # blocks: the slot remembers its own.
-                slots[slot] = block = self._block(place, piece)
-                self._hold(cell, self._known(block))
+                slots[slot] = block = self._known(self._block(place, piece))
+                self._hold(cell, block)
             assert slots[slot].parent == place.digest, f"slot {slot} has another page"
             place = _behind(slots[slot])
 

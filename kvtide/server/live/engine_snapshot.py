@@ -18,16 +18,20 @@ from kvtide.engine import Engine, Request
 from kvtide.engine.speculation.accept_length_stats import PrefixOrigin
 from kvtide.index import IndexLease, TreeBranch, TreeSurvey
 from kvtide.server.live.request_rows import MAX_MISSES, miss_row, request_rows
-from kvtide.spec import Tier
+from kvtide.server.live.stored_branches import StoredBranches
+from kvtide.spec import RankShape, Tier
 from kvtide.storage import Store, StoreStatus
 
 Json = dict[str, Any]
 
+ONE_RANK = RankShape()
 SLICE_S = 0.0005
 SURVEY_EVERY_S = 3.0
 """How long an outline of the tree is good for."""
 SLICE_NODES = 32
 """The clock is read after so many nodes."""
+MAX_BRANCHES = 240
+"""The widest ones are shown."""
 STATUS_EVERY_S = 10.0
 """How often a store is asked what it holds: that may cost it a round trip."""
 
@@ -35,7 +39,7 @@ STATUS_EVERY_S = 10.0
 class TreeOutline(NamedTuple):
     """The tree as the last whole survey found it at `found`, in seconds of `time.time`.
 
-    An outline does not change: the next survey makes another one.
+    An outline does not change, but for what its branches say of a store: then it is another one.
     """
 
     top: TreeBranch
@@ -47,11 +51,18 @@ class EngineSnapshots:
     """Takes snapshots of one engine, on its thread.
 
     tokens          whether snapshots have tokens of prompts, which may become text
+    shape           the ranks that store pages
     engine_s        CPU seconds of the engine's thread that went into it since the start
     survey_every_s  how long an outline of the tree is good for
     """
 
-    def __init__(self, *, tokens: bool, clock: Callable[[], float] = time.thread_time) -> None:
+    def __init__(
+        self,
+        *,
+        tokens: bool,
+        shape: RankShape = ONE_RANK,
+        clock: Callable[[], float] = time.thread_time,
+    ) -> None:
         self.engine_s = 0.0
         self._tokens = tokens
         self._clock = clock
@@ -60,6 +71,8 @@ class EngineSnapshots:
         self._surveyed, self._due = False, 0.0
         self._outline = TreeOutline(TreeBranch(), 0, 0.0)
         self._store = StoreStatusPoll()
+        self._stored = StoredBranches(shape)
+        self._has_store = False
 
     def take(self, engine: Engine) -> Json:
         """The whole snapshot, and a slice of the survey."""
@@ -70,6 +83,7 @@ class EngineSnapshots:
         found = {
             "tick": cache.index.tick,
             "occupancy": _occupancy(engine, stats),
+            "hot": _hot(engine),
             "tokens": _tokens(stats),
             "flows": _flows(stats),
             "loading_s": stats.busy_s["load"] + (stats.storage.reading_s if stats.storage else 0),
@@ -85,6 +99,7 @@ class EngineSnapshots:
             "skipped_backups": stats.skipped_backups,
             "overdue": stats.overdue,
         }
+        self._has_store = stats.storage is not None
         if time.monotonic() >= self._due:
             self._surveyed = False
         self._advance(engine, self._clock() + SLICE_S)
@@ -114,6 +129,11 @@ class EngineSnapshots:
                 assert survey.found is not None, "an outline is complete"
                 self._surveyed, self._due = True, time.monotonic() + self.survey_every_s
                 self._outline = TreeOutline(survey.found, survey.nodes, time.time())
+                shown = survey.found.widest(MAX_BRANCHES) if self._has_store else ()
+                self._stored.begin([branch for _, branch in shown])
+        now = time.monotonic()
+        if self._surveyed and self._stored.advance(engine, now, lambda: self._clock() < until):
+            self._outline = TreeOutline(*self._outline)  # Another one: its branches say more.
 
 
 class StoreStatusPoll:
@@ -163,6 +183,15 @@ def _occupancy(engine: Engine, stats: Stats) -> list[Json]:
     ]
 
 
+def _hot(engine: Engine) -> Json | None:
+    """Buffers of requests whose pages are on the host; None where all pools are resident."""
+    memory, (in_use, rows) = engine.cache.memory, engine.cache.index.hot_rows
+    if not memory.hot_pools:
+        return None
+    pools = [pool.name for pool in memory.hot_pools]
+    return {"pools": pools, "in_use": in_use, "rows": rows}
+
+
 def _tokens(stats: Stats) -> dict[str, int]:
     """Prompt tokens since the start, by where they came from."""
     found = {tier.name.lower(): stats.cached_tokens.get(tier, 0) for tier in Tier}
@@ -177,6 +206,7 @@ def _flows(stats: Stats) -> dict[str, Json]:
             "bytes": stats.moved_bytes[way],
             "queue": stats.queues[way].in_flight,
             "unit": "in flight",
+            "reserved": stats.queues[way].reserved,
         }
         for way in ("load", "backup")
     }

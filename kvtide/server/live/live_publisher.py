@@ -16,18 +16,23 @@ from dataclasses import dataclass
 
 from kvtide.index import TreeBranch
 from kvtide.models.tokenizer import Tokenizer
-from kvtide.server.live.engine_snapshot import EngineSnapshots, Json, TreeOutline
+from kvtide.server.live.engine_snapshot import (
+    MAX_BRANCHES,
+    EngineSnapshots,
+    Json,
+    TreeOutline,
+)
 from kvtide.server.live.finished import FinishedRequests
 from kvtide.server.live.request_rows import MAX_MISSES
 from kvtide.server.service import Service, ServiceEndedError
 from kvtide.server.sessions.prompt_changes import change_reason
+from kvtide.spec import RankShape
 
 INTERVAL_S = 1.0
 SLICES = 4
 """The survey of a large tree gets so many slices of the engine's time per interval."""
 SILENT_S = 5.0
 """While the engine is in a long step, viewers get a comment so often: the server is there."""
-MAX_BRANCHES = 240
 MAX_TEXT = 160
 
 log = logging.getLogger("kvtide")
@@ -40,7 +45,7 @@ class ServedModel:
     name: str
     page_tokens: int
     device: str
-    ranks: int
+    shape: RankShape
     tokenizer: Tokenizer | None = None
 
 
@@ -55,7 +60,7 @@ class LivePublisher:
         served: ServedModel,
         interval_s: float = INTERVAL_S,
     ) -> None:
-        self.snapshots = EngineSnapshots(tokens=served.tokenizer is not None)
+        self.snapshots = EngineSnapshots(tokens=served.tokenizer is not None, shape=served.shape)
         self.encode_s = 0.0
         self.viewers = 0
         self._service, self._finished, self._served = service, finished, served
@@ -154,7 +159,7 @@ class LivePublisher:
                 "model": served.name,
                 "page_tokens": served.page_tokens,
                 "device": served.device,
-                "ranks": served.ranks,
+                "ranks": served.shape.ranks,
                 "viewers": self.viewers,
                 "interval_s": self.interval_s,
                 "shows_text": served.tokenizer is not None,
@@ -166,7 +171,7 @@ class LivePublisher:
                 "prefill_s": finished.saved.seconds,
                 "loading_s": loading_s,
                 "seconds": saved_s,
-                "gpu_seconds": saved_s * served.ranks,
+                "rank_seconds": saved_s * served.shape.ranks,
                 "token_s": self._service.rate.prefill_token_s,
             },
             "finished": finished.count,
@@ -198,7 +203,7 @@ class LivePublisher:
             "start": branch.start,
             "tokens": branch.tokens,
             "width": branch.width,
-            "tiers": [tier.name.lower() for tier in branch.tiers],
+            "tiers": [*(tier.name.lower() for tier in branch.tiers), *["storage"] * branch.stored],
             "arriving": branch.arriving,
             "hits": branch.hits,
             "used": None if used is None else round(used, 1),

@@ -20,6 +20,7 @@ from kvtide.server.live.finished import FinishedRequests
 from kvtide.server.live.live_publisher import LivePublisher, ServedModel
 from kvtide.server.service import Service
 from kvtide.server.setup.engine_setup import Serving
+from kvtide.spec import RankShape
 
 HERE = Path(__file__).parent
 POLICY = (
@@ -40,7 +41,7 @@ class LiveRoutes:
             serving.name,
             engine.cache.memory.page_tokens,
             engine.cache.config.device,
-            serving.rank.topology.ranks,
+            RankShape(serving.rank.topology.stages, serving.rank.topology.tensor.count),
             engine.tokenizer if show_text else None,
         )
         self.publisher = LivePublisher(service, finished, served)

@@ -81,7 +81,7 @@ def default_url(environment: Mapping[str, str]) -> str:
 
 def open_link(url: str, cache: TieredCache) -> StoreLink:
     """Open a store for this cache's pages, ready to be attached; any thread may call it."""
-    with _refusing(url):
+    with refusing(url):
         store = open_store(url, cache.storage.space)
         try:
             return cache.storage.link(store)
@@ -91,8 +91,9 @@ def open_link(url: str, cache: TieredCache) -> StoreLink:
 
 
 @contextmanager
-def _refusing(url: str) -> Iterator[None]:
-    """Turn any error into a `StoreError`: a store may be the user's own class."""
+def refusing(url: str) -> Iterator[None]:
+    """Turn any error into a `StoreError` without the URL's password: a store may be the user's
+    own class."""
     shown = StoreURL.parse(url)
     try:
         yield

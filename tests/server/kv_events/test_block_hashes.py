@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import json
+import os
+import random
 import struct
+import subprocess
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,28 +21,26 @@ from kvtide.server.kv_events.index_feed import PagesStored
 from kvtide.server.kv_events.kv_groups import kv_groups
 from tests.index.building import build
 from tests.index.memories import FULL, PAGE
+from tests.integrations import engines
 from tests.server.kv_events.consuming import published
 
+ROOT = Path(__file__).resolve().parents[3]
 FIRST, SECOND = tuple(range(16)), tuple(range(16, 32))
 VECTORS = {
-    # namespace: (hash of FIRST, of SECOND after it), computed by vLLM's `hash_block_tokens` with
-    # its default `sha256` and `init_none_hash`, and converted by `maybe_convert_block_hash`.
+    # namespace: (hash of FIRST; published of FIRST, of SECOND after it), as vLLM 0.32 computes
+    # them: the test below asks it.
     Namespace(): (
         "fe8fa5dda3210d0ca2031e37cbe3b001186773cd1c710beb2d45fcb51d434798",
         3262291359910021016,
         7142137847444424233,
     ),
     Namespace(cache_salt="salt"): (
-        "6cb493e72f0512827a5b2382a86d950fe713d54febd18092b8c02418c50fcd40",
-        13312680187311148352,
-        14748061713874430785,
-    ),
-    Namespace(adapter="lora", cache_salt="salt"): (
-        "2c897754ed4ce2100beaeadc4891aeb9137cab84117be8f3e0538592fb471550",
-        16164410353890301264,
-        10958754706731303334,
+        "7225e09bdf78719ca393b80f21b31bf135b1ea08f14f344f4803d0cfc18d4042",
+        5189220786385010754,
+        10770811695067087650,
     ),
 }
+LARGEST_IDS = (151644, 0, 70000, 2147483647)
 
 
 @pytest.mark.parametrize("namespace", VECTORS, ids=str)
@@ -50,8 +53,33 @@ def test_hashes_are_those_of_vllm(namespace: Namespace) -> None:
 
 
 def test_the_largest_token_ids_are_hashed_as_vllm_does() -> None:
-    digest = VllmHashes().of(b"", None, (151644, 0, 70000, 2147483647), Namespace())
+    digest = VllmHashes().of(b"", None, LARGEST_IDS, Namespace())
     assert published(VllmHashes(), digest) == 15231668173138491958
+
+
+@pytest.mark.full
+def test_vllm_itself_gives_these_hashes() -> None:
+    """Computed by its requests, in an environment of its own: those above, and random prompts."""
+    chance = random.Random(5)
+    texts = [[*FIRST, *SECOND], [chance.randrange(200_000) for _ in range(100 * 16)]]
+    asked = [(text, salt) for text in texts for salt in ("", "salt", "other")]
+    done = subprocess.run(
+        [engines.vllm("0.32.0"), "-m", "tests.server.kv_events.vllm_hashes", "16"],
+        input=json.dumps(asked),
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    for (text, salt), answer in zip(asked, json.loads(done.stdout), strict=True):
+        hashes, ours, namespace = VllmHashes(), list[bytes](), Namespace(cache_salt=salt)
+        for start in range(0, len(text), 16):
+            parent = ours[-1] if ours else None
+            ours.append(hashes.of(b"", parent, tuple(text[start : start + 16]), namespace))
+        assert answer == [[one.hex(), published(hashes, one)] for one in ours]
+    for namespace, (digest, first, second) in VECTORS.items():
+        answer = json.loads(done.stdout)[asked.index((texts[0], namespace.cache_salt))]
+        assert (answer[0], answer[1][1]) == ([digest, first], second)
 
 
 def test_the_hashes_follow_from_the_stated_derivation() -> None:
@@ -64,6 +92,12 @@ def test_the_hashes_follow_from_the_stated_derivation() -> None:
     pickled = b"\x80\x05\x95" + struct.pack("<Q", len(frame)) + frame
     found = VllmHashes().of(b"", None, FIRST, Namespace())
     assert found == hashlib.sha256(pickled).digest()
+
+
+def test_an_adapter_and_a_salt_of_one_name_have_hashes_of_their_own() -> None:
+    hashes = VllmHashes()
+    one, other = Namespace(adapter="a"), Namespace(cache_salt="a")
+    assert hashes.of(b"", None, FIRST, one) != hashes.of(b"", None, FIRST, other)
 
 
 def test_a_salt_is_a_key_of_the_first_block_and_an_adapter_of_all() -> None:

@@ -11,7 +11,6 @@ import pytest
 from kvtide.index import Namespace
 from kvtide.server.kv_events.kv_event_settings import KVEventSettings
 from kvtide.spec import Tier
-from tests.index import traffic as traffic_module
 from tests.index.memories import PAGE
 from tests.processes import free_port
 from tests.server.kv_events.consuming import until
@@ -20,7 +19,6 @@ from tests.server.kv_events.indexing import MAX_S, Indexer, LossyRoute, install
 
 pytestmark = pytest.mark.full
 MEMORIES = ("full", "window", "recurrent", "window and state", "two histories", "v4")
-NAMESPACES = (Namespace(), Namespace(), Namespace(adapter="lora"), Namespace(cache_salt="salt"))
 Answer = tuple[int, int, int]
 
 
@@ -33,13 +31,6 @@ def folder() -> Path:
 def indexer(folder: Path, tmp_path: Path) -> Iterator[Indexer]:
     with Indexer(folder, tmp_path) as started:
         yield started
-
-
-@pytest.fixture(autouse=True)
-def _other_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An adapter and a salt of one name have one hash in vLLM's scheme: the indexer would not
-    tell them apart."""
-    monkeypatch.setattr(traffic_module, "NAMESPACES", NAMESPACES)
 
 
 def in_index(made: Followed, tokens: list[int], namespace: Namespace) -> Answer:

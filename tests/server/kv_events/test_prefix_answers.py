@@ -20,7 +20,6 @@ from kvtide.server.kv_events.index_feed import EventQueue
 from kvtide.server.kv_events.kv_groups import MEDIA, kv_groups
 from kvtide.server.kv_events.publisher_counts import PublisherCounts
 from kvtide.spec import Tier
-from tests.index import traffic as traffic_module
 from tests.index.memories import ALL_MEMORIES
 from tests.index.traffic import Traffic
 from tests.server.kv_events.consuming import Known, block_names, published
@@ -30,13 +29,6 @@ HASHES = VllmHashes()
 HYBRIDS = ("window", "recurrent", "window and state", "v4")
 WORKLOADS = ("chat:users=40", "agent:sessions=6", "rag:requests=200")
 PAGE_TOKENS = 64
-NAMESPACES = (Namespace(), Namespace(), Namespace(adapter="lora"), Namespace(cache_salt="salt"))
-
-
-@pytest.fixture(autouse=True)
-def _other_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An adapter and a salt of one name have one hash in vLLM's scheme."""
-    monkeypatch.setattr(traffic_module, "NAMESPACES", NAMESPACES)
 
 
 @dataclass

@@ -15,8 +15,9 @@ from kvtide.server.live.finished import FinishedRequests
 from kvtide.server.live.live_publisher import LivePublisher, ServedModel
 from kvtide.server.rate_estimate import RateEstimate
 from kvtide.server.service import ServiceEndedError
+from kvtide.spec import RankShape
 
-SERVED = ServedModel("tiny", 16, "cpu", 4)
+SERVED = ServedModel("tiny", 16, "cpu", RankShape(2, 2))
 
 
 class Snapshots:
@@ -174,4 +175,4 @@ def test_what_is_saved_is_less_what_was_spent_on_loading_and_times_the_ranks() -
     del parts["tree"]
     saved = made.snapshot(parts)["saved"]
     assert (saved["prefill_s"], saved["loading_s"], saved["seconds"]) == (2.5, 0.5, 2.0)
-    assert (saved["gpu_seconds"], saved["tokens"]) == (8.0, 250)
+    assert (saved["rank_seconds"], saved["tokens"]) == (8.0, 250)

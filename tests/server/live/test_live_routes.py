@@ -6,13 +6,16 @@ import json
 import re
 import tomllib
 from fnmatch import fnmatch
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from kvtide.server.live import engine_snapshot
+from kvtide.cache.cache_stats import TransferQueue
+from kvtide.server.live import engine_snapshot, stored_branches
 from kvtide.server.live.live_routes import HERE, page
-from tests.server.live.watching import frame, frames, until
+from tests.server.live.watching import frame, frames, hybrid, until
 from tests.server.serving import PAGE, InProcess
 from tests.server.talking import Client
 
@@ -49,6 +52,52 @@ def test_the_page_needs_no_key_and_its_stream_the_admin_key(watched: Any) -> Non
 
 def test_other_pages_get_nothing_from_a_server_without_a_key(client: Client) -> None:
     assert client.send("GET", "/admin/live", Origin="http://elsewhere").status == 403
+
+
+def test_a_frame_of_a_hybrid_has_every_anchor_with_its_sidecars_and_the_hot_buffers(
+    watched: Any, tmp_path: Path
+) -> None:
+    server = hybrid(watched, tmp_path)
+    seen = frame(server)
+    pools = {(one["tier"], one["pool"]): one for one in seen["occupancy"]}
+    assert {*pools} == {
+        *(("device", "kv"), ("device", "swa"), ("host", "kv"), ("host", "swa"), ("host", "c4"))
+    }
+    assert pools["device", "kv"]["sidecars"] == ["c4_index", "c16"]
+    assert "c4_state" in pools["host", "swa"]["sidecars"] and not pools["host", "c4"]["sidecars"]
+    assert all(one["resident"] and one["page_bytes"] for one in pools.values())
+    assert seen["hot"] == {"pools": ["c4"], "in_use": 0, "rows": 3}
+    asked = {"prompt": [3] * 40, "max_tokens": 150, "ignore_eos": True}
+    running = server.client.start("/v1/completions", **asked)
+    assert frame(server, lambda one: one["hot"]["in_use"] == 1)
+    running.leave()
+    server.settled()
+
+
+def test_transfers_that_wait_for_the_next_step_are_shown_beside_those_in_flight() -> None:
+    stats: Any = SimpleNamespace(
+        moved_bytes={"load": 1, "backup": 2},
+        queues={"load": TransferQueue(reserved=3, in_flight=4), "backup": TransferQueue()},
+        storage=None,
+    )
+    flows = engine_snapshot._flows(stats)
+    assert flows["load"] == {"bytes": 1, "queue": 4, "unit": "in flight", "reserved": 3}
+
+
+def test_branches_that_a_store_has_are_told_apart(
+    watched: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stored_branches, "ASK_EVERY_S", 0.0)
+    server = watched(device_tokens=512, host_tokens=1024, storage="memory:")
+    server.client.complete([7] * (4 * PAGE), max_tokens=1)
+    server.settled()
+
+    def tiers(seen: Any) -> list[list[str]]:
+        return [branch["tiers"] for branch in seen["tree"]["branches"]]
+
+    frame(server, lambda seen: tiers(seen) == [["device", "host", "storage"]])
+    server.client.post("/admin/storage/clear")
+    frame(server, lambda seen: tiers(seen) == [["device", "host"]])
 
 
 def test_a_frame_agrees_with_the_report(watched: Any) -> None:

@@ -21,7 +21,7 @@ import pytest
 from kvtide.cli.top.top_view import screen
 from kvtide.server.settings import Settings
 from tests.processes import free_port
-from tests.server.live.watching import frames, until
+from tests.server.live.watching import frames, hybrid, until
 from tests.server.serving import PAGE, InProcess
 
 IMAGES = Path(__file__).parents[3] / "docs" / "images"
@@ -59,6 +59,9 @@ CUT_OFF = """() => [...document.querySelectorAll("section, section *")]
   .filter((one) => !one.closest(".cell"))
   .map((one) => one.className + one.textContent.slice(0, 30))"""
 """Parts that one would have to scroll sideways to read."""
+
+HINTS = """() => [...document.querySelectorAll("#occupancy .pool")].map((one) => one.hint)"""
+"""Of pools; a frame takes their place while a pointer moves to one."""
 
 PAINTED = """(canvas) => {
   const { width, height } = canvas;
@@ -176,13 +179,13 @@ def test_every_panel_shows_what_the_server_did(busy: InProcess, visit: Any) -> N
     talk(busy, users=2, turns=2)
     until(lambda: "24 done" in seen.text("#tiles"))
     words = {
-        "tiles": ("saved since start", "GPU-seconds", "accept length", "restores checked"),
+        "tiles": ("saved since start", "rank-seconds", "accept length", "restores checked"),
         "occupancy": ("device", "host", "kv", "of 128 pages"),
         "flows": ("backup", "load", "store", "fetch", "kB", "in flight", "queued"),
         "storage": ("memory:", "attached", "stored"),
         "sources": ("device", "computed", "in all"),
         "ttft": ("median", "95%", "device"),
-        "tree": ("tokens in", "nodes"),
+        "tree": ("tokens in", "nodes", "storage", "none of them"),
         "requests": ("state", "prompt"),
         "misses": ("why not more", "no prompt with these tokens was kept"),
     }
@@ -201,10 +204,29 @@ def test_a_branch_tells_its_hits_last_use_and_sessions(busy: InProcess, visit: A
     seen = visit(busy.url)
     seen.next_frame()
     seen.page.locator(".cell:visible").first.hover()
+    until(lambda: "on device, host and storage" in seen.text("#tip"))
     text = seen.text("#tip")
-    for part in ("tokens 0 to", "on device and host", r"hits: \d", r"last use: .* ago"):
+    for part in ("tokens 0 to", r"hits: \d", r"last use: .* ago"):
         assert re.search(part, text), text
-    assert re.search(r"sessions: [1-4] \(user ", text), text
+    assert re.search(r"pinned sessions: [1-4] \(user ", text), text
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("width", [1280, 390])
+def test_a_hybrids_pools_and_hot_buffers_are_shown(
+    watched: Callable[..., Any], visit: Any, tmp_path: Path, width: int
+) -> None:
+    server = hybrid(watched, tmp_path)
+    seen = visit(server.url, width=width)
+    until(lambda: "0 running, 0 waiting, 2 done" in seen.text("#tiles").replace("\n", ", "))
+    text = seen.text("#occupancy")
+    for part in ("device\n", "device, hot buffers", "host\n", "kv", "swa", "c4", "0 of 3 requests"):
+        assert part in text, f"{part!r} in {text}"
+    hints = seen.page.evaluate(HINTS)
+    assert any("with c4_index, c16" in hint for hint in hints)
+    assert any(hint.startswith("Entries of c4 that running requests") for hint in hints)
+    assert seen.page.evaluate(CUT_OFF) == [] and seen.page.evaluate(LOW_CONTRAST) == []
+    until(lambda: seen.page.locator(".cell:visible").count() >= 2)
 
 
 @pytest.mark.full

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from tests.server.serving import InProcess
@@ -44,3 +45,16 @@ def until(wanted: Callable[[], object]) -> None:
     while not wanted():
         assert time.monotonic() < deadline, "never came to be"
         time.sleep(0.005)
+
+
+def hybrid(watched: Callable[..., Any], folder: Path) -> InProcess:
+    """A server of DeepSeek-V4: two anchors with sidecars, and one whose pages are on the host."""
+    from tests.models.tiny import oracle, prompt
+
+    oracle("deepseek_v4").save_pretrained(folder)
+    sizes = {"device_tokens": 256, "host_tokens": 1024, "max_running": 3}
+    server: InProcess = watched(model=str(folder), storage="memory:", resident="hot:24", **sizes)
+    for seed in (1, 2):
+        server.client.complete(prompt(70, seed), max_tokens=3)
+    server.settled()
+    return server
