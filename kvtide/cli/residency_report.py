@@ -47,13 +47,20 @@ def summary(resident: ModelMemory, served: ModelMemory, residency: Residency) ->
         f"Its hot buffers take {format_bytes(request_bytes(served))} on the device",
     ]
     for pool in served.hot_pools:
-        page = served.page_tokens
-        gathered = HotShape.of(pool, page, rows=0, longest=1).bytes / page
+        once = _bytes_per_longest_token(pool, served.page_tokens, rows=0)
+        each = _bytes_per_longest_token(pool, served.page_tokens, rows=1) - once
         lines.append(
-            f"Prefill gathers {pool.name} one layer at a time: {gathered:,.1f} B on the device per "
-            "token of the longest context, once for all requests"
+            f"Prefill gathers {pool.name} one layer at a time: per token of the longest context "
+            f"{once:,.1f} B on the device once, and {each:,.1f} B for each request"
         )
     return [*lines, "", *_comparison(resident, served, residency)]
+
+
+def _bytes_per_longest_token(pool: PoolSpec, page_tokens: int, rows: int) -> float:
+    """What a pool's gather region takes, and what plans of so many requests need beside it."""
+    shapes = (HotShape.of(pool, page_tokens, rows, longest) for longest in (1, 0))
+    with_it, without = (shape.bytes for shape in shapes)
+    return (with_it - without) / page_tokens
 
 
 def describe(resident: ModelMemory, served: ModelMemory, residency: Residency) -> dict[str, Any]:
