@@ -12,7 +12,7 @@ from typing import Any
 from kvtide.byte_sizes import format_bytes
 from kvtide.cli.console import table
 from kvtide.spec import ModelMemory, PoolSpec, Tier
-from kvtide.spec.residency import HotShape, Residency, hot_bytes
+from kvtide.spec.residency import HotShape, Residency, hot_bytes, hot_queries
 from kvtide.spec.sizing import largest_batch, longest_context
 
 _DEVICE_GB = (1, 4, 16, 64)
@@ -45,6 +45,8 @@ def summary(resident: ModelMemory, served: ModelMemory, residency: Residency) ->
         f"A running request grows by {per_token[Tier.DEVICE]:,.1f} B per token on the device and "
         f"{per_token[Tier.HOST]:,.1f} B on the host",
         f"Its hot buffers take {format_bytes(request_bytes(served))} on the device",
+        f"They hold what {min(map(hot_queries, served.hot_pools))} tokens of a step select: the "
+        "next one, and drafts",
     ]
     for pool in served.hot_pools:
         once = _bytes_per_longest_token(pool, served.page_tokens, rows=0)
