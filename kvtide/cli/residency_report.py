@@ -12,7 +12,7 @@ from typing import Any
 from kvtide.byte_sizes import format_bytes
 from kvtide.cli.console import table
 from kvtide.spec import ModelMemory, PoolSpec, Tier
-from kvtide.spec.residency import HotShape, Residency, hot_bytes
+from kvtide.spec.residency import HotShape, Residency, hot_bytes, hot_queries
 from kvtide.spec.sizing import largest_batch, longest_context
 
 _DEVICE_GB = (1, 4, 16, 64)
@@ -45,15 +45,24 @@ def summary(resident: ModelMemory, served: ModelMemory, residency: Residency) ->
         f"A running request grows by {per_token[Tier.DEVICE]:,.1f} B per token on the device and "
         f"{per_token[Tier.HOST]:,.1f} B on the host",
         f"Its hot buffers take {format_bytes(request_bytes(served))} on the device",
+        f"They hold what {min(map(hot_queries, served.hot_pools))} tokens of a step select: the "
+        "next one, and drafts",
     ]
     for pool in served.hot_pools:
-        page = served.page_tokens
-        gathered = HotShape.of(pool, page, rows=0, longest=1).bytes / page
+        once = _bytes_per_longest_token(pool, served.page_tokens, rows=0)
+        each = _bytes_per_longest_token(pool, served.page_tokens, rows=1) - once
         lines.append(
-            f"Prefill gathers {pool.name} one layer at a time: {gathered:,.1f} B on the device per "
-            "token of the longest context, once for all requests"
+            f"Prefill gathers {pool.name} one layer at a time: per token of the longest context "
+            f"{once:,.1f} B on the device once, and {each:,.1f} B for each request"
         )
     return [*lines, "", *_comparison(resident, served, residency)]
+
+
+def _bytes_per_longest_token(pool: PoolSpec, page_tokens: int, rows: int) -> float:
+    """What a pool's gather region takes, and what plans of so many requests need beside it."""
+    shapes = (HotShape.of(pool, page_tokens, rows, longest) for longest in (1, 0))
+    with_it, without = (shape.bytes for shape in shapes)
+    return (with_it - without) / page_tokens
 
 
 def describe(resident: ModelMemory, served: ModelMemory, residency: Residency) -> dict[str, Any]:

@@ -8,7 +8,7 @@ WAITING ──admitted──▶ RUNNING ──stop, length, abort──▶ FINIS
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
@@ -243,6 +243,11 @@ class Request:
         if self.handoff is not None and self.handoff.tokens:
             found[Tier.HOST] = max(0, found.get(Tier.HOST, 0) - self.handoff.tokens)
         return {tier: count for tier, count in found.items() if count}
+
+    @property
+    def given(self) -> Mapping[Tier, int]:
+        """Tokens that each tier gave at the last admission; of one that does not run, `by_tier`."""
+        return self.by_tier if self.lease is None else self.found_here(self.lease)
 
     def append(self, sampled: SampledToken) -> None:
         """One more token of output."""

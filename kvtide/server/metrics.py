@@ -258,7 +258,7 @@ def _hot(engine: Engine) -> Iterable[Metric]:
     )
     slots = GaugeMetricFamily(
         "kvtide_hot_slots",
-        "Entries that hot buffers hold, of all layers, by state.",
+        "Slots of hot buffers, of all layers, by state: of running requests, and of all.",
         labels=["pool", "state"],
     )
     for state, count in zip(("in_use", "capacity"), engine.cache.index.hot_rows, strict=True):

@@ -7,6 +7,7 @@ entries on the device. What the indexer reads, windows and states stay in device
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 from kvtide.spec.memory import ModelMemory
@@ -56,6 +57,18 @@ def step_queries(memory: ModelMemory, drafts: int) -> int:
     """
     again = any(pool.tail_entries is not None for pool in memory.pools)
     return 1 + drafts * (2 if again else 1)
+
+
+def fitting_drafts(memory: ModelMemory, residency: Residency, drafts: int) -> int:
+    """So many of these drafts, that the selections of a step fit the hot buffer of a request."""
+    fitting = range(drafts, 0, -1)
+    return next((k for k in fitting if least_hot(memory, k) <= (residency.hot or math.inf)), 0)
+
+
+def least_hot(memory: ModelMemory, drafts: int) -> int:
+    """Entries of the smallest hot buffer beside so many drafts; 0 where nothing is selected."""
+    selected = max((pool.selected or 0 for pool in memory.pools), default=0)
+    return step_queries(memory, drafts) * selected
 
 
 def served_hot(memory: ModelMemory, entries: int, queries: int = 1) -> ModelMemory:

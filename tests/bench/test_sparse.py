@@ -9,10 +9,12 @@ from xml.etree import ElementTree
 import pytest
 import torch
 
-from kvtide.bench.gpu import row_reads, sparse_residency
-from kvtide.bench.gpu.driven_choices import DrivenChoices
 from kvtide.bench.gpu.shapes import Shape, deepseek_v4_flash, deepseek_v32, tiny
-from kvtide.bench.gpu.sparse_residency import DecodeLoad, SparseShape, StepResult, SumResult
+from kvtide.bench.gpu.sparse import row_reads, sparse_residency
+from kvtide.bench.gpu.sparse.driven_choices import OWN, DrivenChoices
+from kvtide.bench.gpu.sparse.host_span import huge_fraction
+from kvtide.bench.gpu.sparse.hot_reads import HotReads
+from kvtide.bench.gpu.sparse.sparse_residency import DecodeLoad, SparseShape, StepResult, SumResult
 from kvtide.cli.bench import bench_sparse
 from kvtide.cli.main import main
 from kvtide.layers import ForwardPass, Rows, Step
@@ -24,32 +26,38 @@ from kvtide.spec.residency import served_hot
 CPU = torch.device("cpu")
 
 
-def decode_pass(past: tuple[int, ...]) -> ForwardPass:
-    rows = tuple(Rows(n, n + 1, each, {"x": torch.zeros(1)}) for n, each in enumerate(past))
-    at = torch.tensor(past)
+def a_pass(past: tuple[int, ...], count: int = 1) -> ForwardPass:
+    """So many tokens of each sequence."""
+    no_slots = {"x": torch.zeros(1)}
+    rows = tuple(Rows(n * count, (n + 1) * count, p, no_slots) for n, p in enumerate(past))
+    at = torch.cat([torch.arange(p, p + count) for p in past])
     step = Step(at, at, rows, 64, lambda *_: {}, lambda _: None, Batch.of(rows, CPU))
     return ForwardPass(step)
 
 
-@pytest.mark.parametrize("overlap", [0.8, 0.95])
-def test_choices_overlap_from_step_to_step(overlap: float) -> None:
+@pytest.mark.parametrize("overlap", [0.0, 0.8, 0.95, 1.0])
+def test_choices_overlap_from_token_to_token(overlap: float) -> None:
+    """In decode steps, and in a prefill that chooses as these do."""
     choices = DrivenChoices(2, 4, 256, 1, CPU)
     choices.keep(overlap)
     own = torch.full((3, 256), -7, dtype=torch.int32)
-    kept, before = [], None
+    kept, steps = [], list[torch.Tensor]()
     for step in range(20):
-        run = decode_pass((8192 + step, 4096, 100))
+        run = a_pass((8192 + step, 4096, 100))
         found = [choices.of(run, layer, [own])[0] for layer in (0, 1)]
         assert not torch.equal(*found), "layers choose for themselves"
         for entries, past in zip(found[0], run.batch.rows[:, 2].tolist(), strict=True):
             seen = entries[entries >= 0]
             assert len(set(seen.tolist())) == len(seen) and bool((seen < past).all())
-        if before is not None:
-            kept.append(float((found[0][:2] == before[:2]).float().mean()))
-        before = found[0]
+        if steps:
+            kept.append(float((found[0][0] == steps[-1]).float().mean()))
+        steps.append(found[0][0])
     assert sum(kept) / len(kept) == pytest.approx(overlap, abs=0.02)
-    choices.leave()
-    assert torch.equal(choices.of(decode_pass((8192, 4096, 100)), 0, [own])[0], own)
+    prefilled = choices.of(a_pass((8192, 40), 20), 0, [own.new_zeros(40, 256)])[0]
+    assert torch.equal(prefilled[:20], torch.stack(steps))
+    assert bool((prefilled[20:] < torch.arange(40, 60)[:, None]).all())
+    choices.keep(OWN)
+    assert torch.equal(choices.of(run, 0, [own])[0], own)
 
 
 @pytest.mark.parametrize(
@@ -100,6 +108,41 @@ def test_a_driven_step_has_the_hit_rate_of_its_overlap() -> None:
     assert never.missing_bytes == pytest.approx(never.layer_misses * 4 * entry)
 
 
+def test_rows_can_come_from_a_small_span_of_the_host() -> None:
+    """As many of them, and each still lies on a page of entries."""
+    shape, span = SparseShape(tiny(deepseek_v32()), 16, "tiny", None), 20_000
+    load = DecodeLoad(context=512, resident=1, max_hot=2, steps=2, host_span=span)
+    bed = shape.bed(CPU, torch.float32, hot=True)
+    with sparse_residency.decode_bed(bed, load, 2) as decoding:
+        assert decoding.host == "rows of a layer come from 20.00 KB"
+        (found,) = decoding.measure(2, (0.0,))
+        assert found.missing_bytes > 0
+        (hot,) = decoding._engine._runner._hot.pools.values()
+        entry = bed.model.memory.pool("kv").entry.bytes
+        for layer in hot.layers:
+            rows = hot.host_rows(layer)
+            reached = rows[-1].data_ptr() + rows.shape[1] - rows[0].data_ptr()
+            assert reached <= max(span, 3 * rows.shape[1]) and rows.stride(0) % entry == 0
+        home = decoding._engine.cache.hardware.host.data
+    (hot,) = decoding._engine._runner._hot.pools.values()
+    assert hot.host_rows(hot.layers[0]).data_ptr() >= home.data_ptr()
+
+
+def test_huge_pages_are_counted_by_the_kernels_word(tmp_path: Path) -> None:
+    data, maps = torch.zeros(8 << 20, dtype=torch.uint8), tmp_path / "smaps"
+    start = data.data_ptr()
+    assert huge_fraction(data, maps) is None
+    entries = [
+        f"{begin:x}-{begin + (4 << 20):x} rw-p 00000000 00:00 0\nRss: 4096 kB\n"
+        f"AnonHugePages:      {huge} kB\nVmFlags: rd wr\n"
+        for begin, huge in ((start - (4 << 20), 4096), (start, 4096), (start + (4 << 20), 2048))
+    ]
+    maps.write_text("".join(entries))
+    assert huge_fraction(data, maps) == 0.75
+    maps.write_text("".join(entries).replace("AnonHugePages", "AnonPages"))
+    assert huge_fraction(data, maps) is None
+
+
 def test_the_speed_of_served_rows_is_their_bytes_over_the_time_that_they_add() -> None:
     hot = StepResult("hot:16", 2, 0.9, 0.012, 0.9, 10.0, missing_bytes=4e7)
     both = SumResult(hot, 0.010, 2e10)
@@ -115,18 +158,20 @@ def test_prefill_and_first_token_say_what_they_read() -> None:
     hot, resident = (shape.bed(CPU, torch.float32, hot=each) for each in (True, False))
     pool = hot.model.memory.pool("kv")
     row_bytes = pool.entry.bytes * len(pool.layers)
-    reads = sparse_residency.prefill(hot, resident, 128, 1, 64).reads
-    assert reads.hit_rate is None and reads.missing_bytes == 0
-    assert 0 < reads.gathered_bytes <= 64 * row_bytes, "of the first chunk"
+    for found in sparse_residency.prefill(hot, resident, 128, 1, (0.95, OWN), 64):
+        assert found.reads.missing_bytes == 0 < (found.reads.hit_rate or 0)
+        assert 0 < found.reads.gathered_bytes <= 48 * row_bytes, "not what the first left in rows"
     topk = pool.selected or 0
+    read = {}
     for new_tokens in (1, 5):
-        read = sparse_residency.first_token(hot, 128, new_tokens, 1).reads
-        few = new_tokens <= 16 // topk
-        assert (read.missing_bytes > 0, read.gathered_bytes > 0) == (few, not few)
-        assert (read.hit_rate is not None) == few
-    found = sparse_residency.first_token(resident, 128, 1, 1)
-    assert found.reads == sparse_residency.HotReads()
-    assert found.device_s > 0 and found.loaded_bytes > 0
+        for one in sparse_residency.first_token(hot, 128, new_tokens, 1, (0.0, 1.0)):
+            few, reads = new_tokens <= 16 // topk, one.reads
+            assert (reads.missing_bytes > 0, reads.gathered_bytes > 0) == (few, not few)
+            read[new_tokens, one.overlap] = reads.gathered_bytes
+    assert read[5, 1.0] < read[5, 0.0], "tokens that choose alike read less"
+    (alone,) = sparse_residency.first_token(resident, 128, 1, 1, (OWN,))
+    assert alone.reads == HotReads()
+    assert alone.device_s > 0 and alone.loaded_bytes > 0
 
 
 @pytest.mark.full
@@ -137,11 +182,11 @@ def test_every_part_has_its_rows(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert main([*args, "--plot", str(chart), *only]) == 0, capsys.readouterr().out
     numbers = json.loads(found.read_text())
     assert {name: len(rows) for name, rows in numbers.items()} == {
-        "rows": 2, "single": 4, "decode": 4, "sum": 4, "prefill": 2, "ttft": 2, "failed": 0,
+        "rows": 2, "single": 4, "decode": 4, "sum": 4, "prefill": 4, "ttft": 4, "failed": 0,
     }  # fmt: skip
-    everything, hot = numbers["ttft"]
+    everything, _, hot, _ = numbers["ttft"]
     assert 0 < hot["loaded_bytes"] < everything["loaded_bytes"]
-    assert [found["tokens"] for found in numbers["prefill"]] == [128, 192]
+    assert [found["tokens"] for found in numbers["prefill"]] == [128, 128, 192, 192]
     assert "prefers-color-scheme: dark" in chart.read_text()
     assert ElementTree.parse(chart).getroot().tag.endswith("svg")
 
@@ -163,8 +208,13 @@ def test_what_fails_is_named_and_the_rest_runs(
 
 @pytest.mark.parametrize(
     "args",
-    [["--only", "speed"], ["--device", "cpu"], ["--device", "cpu", "--tiny", "--prompt-tokens=9k"]],
-    ids=["unknown part", "full size on a CPU", "no number"],
+    [
+        ["--only", "speed"],
+        ["--device", "cpu"],
+        ["--device", "cpu", "--tiny", "--prompt-tokens=9k"],
+        ["--device", "cpu", "--tiny", "--host-span=9x"],
+    ],
+    ids=["unknown part", "full size on a CPU", "no number", "no size"],
 )
 def test_refused(args: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "sparse", *args]) == 2

@@ -179,6 +179,21 @@ def test_speculate_compares_tokens_a_second(
     assert found[3]["accepted"] == 0, "and few are drafted: the first round was a lesson"
 
 
+@pytest.mark.full
+def test_speculate_compares_prefixes_of_every_tier(
+    talker: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    draft = tiny_eagle3(json.loads((talker / "config.json").read_text()), tmp_path / "draft")
+    few = ["--only", "restored", "--answer-tokens", "12", "--draft", str(draft), "--json"]
+    assert main(["bench", "speculate", "--model", str(talker), *few]) == 0
+    computed, *restored = json.loads(capsys.readouterr().out)
+    assert computed["prefix"] == "computed" and computed["restored_tokens"] == 0
+    prefixes = [found["prefix"] for found in restored]
+    assert prefixes[:3] == ["device", "host", "storage"] and "without" in prefixes[3]
+    for found in restored:
+        assert found["prompt_tokens"] > found["restored_tokens"] > 0 < found["verify_steps"]
+
+
 def test_speculate_prints_a_table(
     talker: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -211,7 +226,7 @@ def test_speculate_times_rows_beside_what_the_engine_assumes(
         (["--draft-tokens", "17"], "--draft-tokens takes 1 to 16"),
         (["--rounds", "0"], "--answer-tokens and --rounds must be at least 1"),
         (["--only", "qoutes"], "qoutes is not known; use quotes, chat, questions, never"),
-        (["--only", "chat"], "chat and questions are drafted by a draft; name its folder: --draft"),
+        (["--only", "chat"], "chat, questions, restored are drafted by a draft; name its folder"),
         (["--only", "rounds,quotes"], "rounds needs a GPU; use --device cuda"),
         (["--draft", "/nowhere"], "/nowhere: no such file or folder"),
         (["--model", "/nowhere"], "/nowhere: no such file or folder"),

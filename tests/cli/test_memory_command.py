@@ -112,7 +112,8 @@ def test_a_residency_says_where_every_pool_lives(command):
     assert cells(text, "kv")[1::6] == ["own", "host; 4,096 entries hot"]
     assert "grows by 15,616.0 B per token on the device and 70,272.0 B on the host" in text
     assert "Its hot buffers take 289.98 MB on the device\n" in text
-    assert "Prefill gathers kv one layer at a time: 1,156.0 B on the device per token" in text
+    gathers = "per token of the longest context 1,156.0 B on the device once, and 4.0 B for each"
+    assert f"Prefill gathers kv one layer at a time: {gathers} request" in text
 
 
 def test_both_residencies_stand_side_by_side(command):

@@ -106,7 +106,7 @@ def counted(engine: Engine) -> Counted:
 SIZES = [
     (model, entries) for model, topk in TOPK.items() for entries in (topk, topk + 1, 3 * topk, 4096)
 ]
-QUICK_SIZES = [("deepseek_v4", 7), ("deepseek_v32", 24)]
+QUICK_SIZES = [("deepseek_v4", 7), ("deepseek_v32", 24), ("glm_moe_dsa-shared", 25)]
 
 
 @pytest.mark.parametrize(

@@ -54,6 +54,7 @@ ENGINES = {
     "deepseek_v4": (PP, TP, BOTH),
     "deepseek_v32 hot:24": (PP, TP, BOTH),  # Every stage has layers of the hot pool.
     "deepseek_v4 hot:7": (PP, TP),  # The last stage has none.
+    "glm_moe_dsa hot:25": (PP, TP),
 }
 """Those that are served as well. The first of a shape is the one that faults are tried with."""
 

@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 
+from kvtide.engine import RequestParams, SamplingParams
 from kvtide.server.settings import Settings
 from kvtide.server.setup.engine_setup import open_engine
 from kvtide.spec import SpecError
 from kvtide.tiers import TierError
 from tests.models.tiny import oracle, prompt
+from tests.server.test_speculation import save_mtp
 
 NAME, TOPK = "deepseek_v32", 24
 ROOT = prompt(70, seed=1)
@@ -96,14 +98,44 @@ def test_a_server_with_a_store_says_which_pages_it_does_not_read(
     assert "stored" not in opened(model=str(model_folder), resident="auto", **stored)
 
 
+@pytest.mark.parametrize("entries", [2 * TOPK, 4 * TOPK])
+def test_a_small_hot_buffer_allows_fewer_drafts(folder: str, entries: int) -> None:
+    asked = {"speculate": "ngram", "draft_tokens": 3, "resident": f"hot:{entries}"}
+    settings = Settings(model=folder, storage="none", max_running=2, device_tokens=256, **asked)
+    serving, fitting = open_engine(settings), entries // TOPK - 1
+    assert serving.speculation == f"speculation: ngram, up to {fitting} drafts"
+    fewer = f"; up to {fitting} drafts in a step, since 3 need hot:{4 * TOPK}"
+    assert serving.residency.endswith("on the host" + ("" if fitting == 3 else fewer))
+    same = SamplingParams(logit_bias=((7, 100.0),))
+    serving.engine.submit(RequestParams((7,) * 40, 40, same))
+    drafted = set()
+    while not serving.engine.idle:
+        serving.engine.step()
+        drafted |= {len(each.drafts) for each in serving.engine.scheduler.running}
+    assert 0 < max(drafted) <= fitting
+    assert serving.engine.cache.close()
+
+
+def test_a_draft_that_was_found_and_has_no_room_is_left_out(tmp_path: Path) -> None:
+    """Of a checkpoint with a layer for multi-token prediction."""
+    model = save_mtp("deepseek_v32-mtp", tmp_path / "model")
+    sizes = {"model": str(model), "storage": "none", "max_running": 2, "device_tokens": 256}
+    serving = open_engine(Settings(**sizes, resident=f"hot:{2 * TOPK - 1}"))
+    none = "speculation: none; mtp has no room for a draft in hot buffers"
+    assert serving.speculation == none and not serving.engine.cache.memory.draft_sidecars
+    assert serving.engine.cache.close()
+    with pytest.raises(SpecError, match=f"use --resident hot:{2 * TOPK}$"):
+        open_engine(Settings(**sizes, resident=f"hot:{2 * TOPK - 1}", speculate="mtp"))
+
+
 def test_what_cannot_be_served_hot_is_refused_in_a_sentence(
     folder: str, model_folder: Path
 ) -> None:
     with pytest.raises(SpecError, match=f"up to {TOPK} of kv; use --resident hot:{TOPK}$"):
         opened(model=folder, device_tokens=256, resident=f"hot:{TOPK - 1}")
     drafts = {"speculate": "ngram", "draft_tokens": 3}
-    with pytest.raises(SpecError, match=f"4 queries of a step; use --resident hot:{4 * TOPK}$"):
-        opened(model=folder, device_tokens=256, resident=f"hot:{2 * TOPK}", **drafts)
+    with pytest.raises(SpecError, match=f"2 queries of a step; use --resident hot:{2 * TOPK}$"):
+        opened(model=folder, device_tokens=256, resident=f"hot:{2 * TOPK - 1}", **drafts)
     with pytest.raises(SpecError, match=r"none can stay on the host; use --resident all$"):
         opened(model=str(model_folder), device_tokens=256, resident="hot:64")
     with pytest.raises(TierError, match=r"hot buffers of 2 requests take .* use fewer requests"):

@@ -39,7 +39,7 @@ def test_metrics_and_report_agree_on_hits_and_misses(sparse: Any) -> None:
     hot = pools["kv"]["hot"]
     assert hot["entries"] == HOT and hot["rows"] == {"in_use": 0, "capacity": 2}
     assert hot["misses"] > 0 and hot["hits"] > 0 and hot["gathered"] > 0
-    assert hot["hit_rate"] == hot["hits"] / (hot["hits"] + hot["misses"])
+    assert hot["hit_rate"] == hot["hits"] / (hot["hits"] + hot["misses"] + hot["gathered"])
     memory = sparse.engine.cache.memory
     swapped_in = hot["misses"] + hot["gathered"]
     assert hot["swapped_bytes"] == swapped_in * memory.pool("kv").entry.bytes
@@ -88,4 +88,4 @@ def test_counts_are_copied_once_a_second() -> None:
         assert counts.last["kv"].hits[first] == counts.last["kv"].misses[first] == seen
     counts.read_now()
     assert counts.last["kv"].hits == dict.fromkeys(pool.layers, 5)
-    assert counts.last["kv"].hit_rate == 0.5
+    assert counts.last["kv"].hit_rate == 1 / 3

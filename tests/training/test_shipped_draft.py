@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from kvtide.bench import restored_drafts
+from kvtide.bench.speculate import CHAT, ModelBed
 from kvtide.models import build, default_model
 from kvtide.models.checkpoint import Checkpoint, open_checkpoint
 from kvtide.models.draft_checkpoint import open_draft
@@ -74,6 +76,17 @@ def test_it_drafts_chat_well(smollm2: Checkpoint) -> None:
     plan = HeldOutPlan(max_tokens, draft_tokens=3)
     (found,) = measure_held_out(model, draft.build(model), [asked], plan, stop_ids)
     assert found.steps > count * max_tokens / 3 and found.accept_length >= MIN_ACCEPT_LENGTH
+
+
+@pytest.mark.full
+def test_restored_prefixes_keep_its_accept_length(smollm2: Checkpoint, tmp_path: Path) -> None:
+    """From device, host, and storage after a restart."""
+    bed = ModelBed(smollm2, str(FOLDER), torch.device("cpu"))
+    computed, *restored, _ = restored_drafts.measure(bed, CHAT[:2], 40, 3, tmp_path)
+    assert computed.restored_tokens == 0 and computed.accept_length >= MIN_ACCEPT_LENGTH
+    assert [found.prefix for found in restored] == ["device", "host", "storage"]
+    for found in restored:
+        assert found.restored_tokens > 0 and found.of_computed >= 0.98
 
 
 # -- which draft is used --------------------------------------------------------------------------

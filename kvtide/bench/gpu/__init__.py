@@ -11,9 +11,7 @@
 `drafted_shapes`     the same configs beside a draft: EAGLE3, MTP
 `draft_rounds`       a round of speculation beside a decode step
 `multi_turn`         many conversations on a device with too little memory
-`sparse_residency`   hot residency beside pages that are all on the device
-`driven_choices`     selections of a given overlap, in the place of an indexer's own
-`row_reads`          scattered rows from pinned host memory, by a swap-in
+`sparse`             hot residency beside pages that are all on the device
 `transformers_peer`  the same model in `transformers`
 `plot`               bar charts
 """

@@ -10,17 +10,20 @@ from pathlib import Path
 
 import torch
 
-from kvtide.bench.gpu import plot, row_reads, shapes
-from kvtide.bench.gpu import sparse_residency as sparse
+from kvtide.bench.gpu import plot, shapes
 from kvtide.bench.gpu.engine_bed import Bed
-from kvtide.bench.gpu.sparse_residency import (
+from kvtide.bench.gpu.sparse import row_reads
+from kvtide.bench.gpu.sparse import sparse_residency as sparse
+from kvtide.bench.gpu.sparse.driven_choices import OWN, Overlap
+from kvtide.bench.gpu.sparse.hot_reads import HotReads
+from kvtide.bench.gpu.sparse.sparse_residency import (
     OVERLAPS,
-    OWN,
+    PREFILL_OVERLAPS,
     DecodeLoad,
-    HotReads,
     SparseShape,
     StepResult,
 )
+from kvtide.byte_sizes import parse_bytes
 from kvtide.cache import Layout
 from kvtide.cli.bench.bench_report import BenchReport, against_goal, ms
 from kvtide.cli.console import CommandError
@@ -114,6 +117,12 @@ def add(parser: argparse.ArgumentParser) -> None:
         help="of the host in decode (page_first_direct)",
     )
     parser.add_argument(
+        "--host-span",
+        metavar="SIZE",
+        help="in single, decode and sum: rows of a layer come from so much host memory (where the "
+        "pages are); answers mean nothing",
+    )
+    parser.add_argument(
         "--prompt-tokens",
         metavar="N,…",
         help="of prompts in prefill (16384); longer ones are measured in fewer rounds",
@@ -139,8 +148,8 @@ def _run(args: argparse.Namespace) -> int:
         raise CommandError("bench sparse: real shapes need a GPU; add --tiny")
     report = _Report(args.json, plot_file=args.plot)
     sizes = _tiny() if args.tiny else _full()
-    layout = Layout(args.host_layout)
-    sizes = replace(sizes, load=replace(sizes.load, host_layout=layout))
+    layout, span = Layout(args.host_layout), args.host_span and _bytes(args.host_span)
+    sizes = replace(sizes, load=replace(sizes.load, host_layout=layout, host_span=span))
     if args.prompt_tokens:
         sizes = replace(sizes, prefill_tokens=_numbers(args.prompt_tokens))
     bench = _Bench(sizes, device, report)
@@ -157,6 +166,13 @@ def _run(args: argparse.Namespace) -> int:
         with report.guarded("ttft"):
             bench.first_token(sizes.first_token)
     return report.end(_HEADER)
+
+
+def _bytes(text: str) -> int:
+    try:
+        return parse_bytes(text)
+    except ValueError as flaw:
+        raise CommandError(f"bench sparse: --host-span: {flaw}") from None
 
 
 def _numbers(text: str) -> tuple[int, ...]:
@@ -192,7 +208,7 @@ def _read(reads: HotReads) -> str:
     return f"{(reads.missing_bytes + reads.gathered_bytes) / 1e6:,.0f} MB"
 
 
-def _shown(overlap: sparse.Overlap) -> str:
+def _shown(overlap: Overlap) -> str:
     return f"overlap {overlap:.0%}" if isinstance(overlap, float) else "own choices"
 
 
@@ -276,14 +292,16 @@ class _Bench:
     def _prefill(self, shape: SparseShape, hot: Bed, resident: Bed, tokens: int) -> None:
         sizes = self._sizes
         rounds = max(1, min(sizes.rounds, sizes.rounds * _USUAL_PROMPT // tokens))
-        found = sparse.prefill(hot, resident, tokens, rounds, sizes.chunk_tokens)
-        row = (
-            *("prefill", shape.what, f"{found.tokens:,} tokens, staged to the host"),
-            f"{ms(found.hot_s)}, {_read(found.reads)} gathered",
-            *(f"all on the device {ms(found.all_s)}", _hits(found.reads)),
-            against_goal(found.relative_speed, 0.98, "%"),
-        )
-        self._report.row(row, found.as_json() | {"model": shape.name})
+        given = hot, resident, tokens, rounds, PREFILL_OVERLAPS, sizes.chunk_tokens
+        for found in sparse.prefill(*given):
+            case = f"{found.tokens:,} tokens, staged to the host, {_shown(found.overlap)}"
+            row = (
+                *("prefill", shape.what, case),
+                f"{ms(found.hot_s)}, {_read(found.reads)} gathered",
+                *(f"all on the device {ms(found.all_s)}", _hits(found.reads)),
+                against_goal(found.relative_speed, 0.98, "%"),
+            )
+            self._report.row(row, found.as_json() | {"model": shape.name})
 
     def _decode(self, shape: SparseShape, hot: Bed, resident: Bed, kinds: Sequence[str]) -> None:
         load, report = self._sizes.load, self._report
@@ -328,7 +346,7 @@ class _Bench:
             report.guarded(f"hot:{shape.hot}"),
             sparse.decode_bed(bed, load, contexts) as decoding,
         ):
-            report.note(f"{contexts} contexts are cached, on the host")
+            report.note(f"{contexts} contexts are cached, on the host; {decoding.host}")
             if "single" in kinds:
                 with report.guarded(f"hot:{shape.hot}, batch 1"):
                     for found in decoding.measure(1, OVERLAPS):
@@ -413,12 +431,12 @@ class _Bench:
         self._report.row(row, both.as_json() | {"model": shape.name})
 
     def first_token(self, shape: SparseShape) -> None:
-        found: dict[tuple[int, bool], sparse.FirstTokenResult] = {}
+        resident: dict[tuple[int, Overlap], sparse.FirstTokenResult] = {}
         for is_hot in (False, True):
             with self._report.guarded(f"first token, {'hot' if is_hot else 'all'}"):
                 for one in self._first_tokens(shape, is_hot):
-                    found[one.new_tokens, is_hot] = one
-                    self._first_token(shape, one, found.get((one.new_tokens, False)))
+                    beside = resident.setdefault((one.new_tokens, one.overlap), one)
+                    self._first_token(shape, one, beside)
             _free(self._device)
 
     def _first_tokens(self, shape: SparseShape, is_hot: bool) -> Iterator[sparse.FirstTokenResult]:
@@ -427,18 +445,22 @@ class _Bench:
         freeze_gc()
         self._report.note(f"{shape.what}: built")
         for new_tokens in sizes.new_tokens:
-            yield sparse.first_token(bed, sizes.load.context, new_tokens, sizes.rounds)
+            given = bed, sizes.load.context, new_tokens, sizes.rounds, PREFILL_OVERLAPS
+            yield from sparse.first_token(*given)
 
     def _first_token(
         self,
         shape: SparseShape,
         found: sparse.FirstTokenResult,
-        beside: sparse.FirstTokenResult | None,
+        beside: sparse.FirstTokenResult,
     ) -> None:
         goal = "–"
-        if beside is not None and beside is not found:
+        if beside.residency != found.residency:
             goal = against_goal(beside.seconds / found.seconds, 3.0)
-        case = f"{found.new_tokens} tokens after {found.context:,} on the host, {found.residency}"
+        case = (
+            f"{found.new_tokens} tokens after {found.context:,} on the host, {found.residency}, "
+            f"{_shown(found.overlap)}"
+        )
         loaded = (
             f"{found.loaded_bytes / 1e6:,.0f} MB loaded, {_read(found.reads)} swapped in; "
             f"without loads {ms(found.device_s)}"

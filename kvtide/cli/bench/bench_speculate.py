@@ -16,11 +16,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import torch
 
-from kvtide.bench import speculate
+from kvtide.bench import restored_drafts, speculate
 from kvtide.bench.gpu.draft_rounds import (
     ChosenResult,
     Note,
@@ -35,6 +36,7 @@ from kvtide.bench.gpu.drafted_shapes import (
     deepseek_v4_flash_mtp,
     qwen3_8b_eagle3,
 )
+from kvtide.bench.restored_drafts import RestoredLength
 from kvtide.cli.console import CommandError, progress, table
 from kvtide.engine.engine import DRAFT_TOKENS
 from kvtide.engine.speculation.draft_length import TRIAL_TOKENS
@@ -79,8 +81,10 @@ SHAPE_CASES = {
 }
 ROWS = "rows"
 """What drafts cost a step, without the drafter's own time; not in the default selection."""
-CASES = (*speculate.CASES, ROWS, *SHAPE_CASES)
-Result = speculate.SpeculationGain | speculate.RowCost | RoundResult | ChosenResult
+RESTORED = "restored"
+"""What a draft accepts behind restored prefixes; not in the default selection."""
+CASES = (*speculate.CASES, ROWS, RESTORED, *SHAPE_CASES)
+Result = speculate.SpeculationGain | speculate.RowCost | RestoredLength | RoundResult | ChosenResult
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -93,9 +97,9 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--only",
         metavar="NAME,…",
-        help=f"some of {', '.join(speculate.CASES)}, {ROWS} (texts, by a model on disk) or of "
-        f"{', '.join(SHAPE_CASES)} (random weights, on a GPU). The first that can run; with "
-        "`--device cuda` and no model the others",
+        help=f"some of {', '.join((*speculate.CASES, ROWS, RESTORED))} (texts, by a model on "
+        f"disk) or of {', '.join(SHAPE_CASES)} (random weights, on a GPU). The first that can run; "
+        "with `--device cuda` and no model the others",
     )
     parser.add_argument(
         "--draft-tokens",
@@ -124,7 +128,8 @@ def _run(args: argparse.Namespace) -> int:
     shapes = [SHAPE_CASES[name] for name in names if name in SHAPE_CASES]
     found: list[tuple[str, Result]] = []
     failed: list[str] = []
-    for one in chain(_texts(args, texts, rows=ROWS in names), _shapes(args, shapes, failed)):
+    own = [name for name in (ROWS, RESTORED) if name in names]
+    for one in chain(_texts(args, texts, own), _shapes(args, shapes, failed)):
         found.append(one)
         _write(args, found)
     if args.json == "":
@@ -157,9 +162,10 @@ def _names(args: argparse.Namespace) -> list[str]:
             f"bench speculate: {', '.join(unknown)} is not known; use {', '.join(CASES)}"
         )
     drafted = [name for name, case in speculate.CASES.items() if case.needs_draft]
+    drafted.append(RESTORED)
     if {*drafted} & {*names} and _draft(args) is None:
         raise CommandError(
-            f"bench speculate: {' and '.join(drafted)} are drafted by a draft; name its folder: "
+            f"bench speculate: {', '.join(drafted)} are drafted by a draft; name its folder: "
             "--draft"
         )
     shapes = [name for name in names if name in SHAPE_CASES]
@@ -191,9 +197,10 @@ def _as_json(found: list[tuple[str, Result]]) -> list[dict[str, Any]]:
 
 
 def _texts(
-    args: argparse.Namespace, cases: list[speculate.SpeculationCase], *, rows: bool
+    args: argparse.Namespace, cases: list[speculate.SpeculationCase], own: list[str]
 ) -> Iterator[tuple[str, Result]]:
-    if not cases and not rows:
+    """These cases, and those of `own` that are none of `speculate.CASES`."""
+    if not cases and not own:
         return
     model = open_checkpoint(default_model() if args.model is None else args.model)
     bed = speculate.ModelBed(model, _draft(args), torch.device(args.device))
@@ -201,9 +208,15 @@ def _texts(
         drafts = args.draft_tokens or case.draft_tokens
         gain = speculate.measure(bed, case, args.answer_tokens, drafts, args.rounds, progress)
         yield case.name, gain
-    for batch in speculate.ROW_BATCHES if rows else ():
+    for batch in speculate.ROW_BATCHES if ROWS in own else ():
         for cost in speculate.row_costs(bed, batch, speculate.ROW_STEPS, progress):
             yield ROWS, cost
+    if RESTORED in own:
+        drafts = args.draft_tokens or DRAFT_TOKENS
+        with TemporaryDirectory(prefix="kvtide-") as folder:
+            given = bed, speculate.CHAT, args.answer_tokens, drafts, Path(folder)
+            for found in restored_drafts.measure(*given):
+                yield RESTORED, found
 
 
 def _shapes(
@@ -273,6 +286,9 @@ _HEADERS: dict[type[Result], tuple[str, ...]] = {
         *("accepted", "rejected", "goal", "reached"),
     ),
     speculate.RowCost: ("batch", "drafts", "step ms", "of a decode step", "assumed"),
+    RestoredLength: (
+        *("prefix", "prompt tokens", "restored", "verify steps", "accept length", "of computed"),
+    ),
     RoundResult: (
         *("model", "drafter", "batch", "context", "accepted", "drafts", "decode ms", "round ms"),
         *("round/decode", "goal", "reached", "verify ms", "extend ms", "propose ms"),
@@ -297,6 +313,9 @@ def _row(found: Result) -> tuple[str, ...]:
     if isinstance(found, speculate.RowCost):
         costs = (f"{found.ratio:.2f}×", f"{found.assumed:.2f}×")
         return (str(found.batch), str(found.drafts), _ms(found.step_s), *costs)
+    if isinstance(found, RestoredLength):
+        tokens = f"{found.prompt_tokens:,}", f"{found.restored_tokens:,}", f"{found.verify_steps:,}"
+        return (found.prefix, *tokens, f"{found.accept_length:.2f}", f"{found.of_computed:.1%}")
     if isinstance(found, RoundResult):
         goal = "–" if found.goal is None else f"≤ {found.goal:g}×"
         parts = (found.phases_s.get(part, 0.0) for part in ("verify", "extend", "propose"))

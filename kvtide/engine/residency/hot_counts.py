@@ -24,9 +24,10 @@ SAMPLE_S = 1.0
 class HotPoolCounts:
     """Of one hot pool, since the start: selected entries by layer.
 
-    hits, misses  found in a hot row, and swapped in to one
-    gathered      read from the host for a prefill chunk, which reads no hot row
-    entry_bytes   what one copies from the host
+    hits         found in a hot row
+    misses       swapped in to one
+    gathered     read from the host for a prefill chunk
+    entry_bytes  what one copies from the host
     """
 
     hits: Mapping[int, int]
@@ -40,9 +41,9 @@ class HotPoolCounts:
 
     @property
     def hit_rate(self) -> float | None:
-        """Of hot rows; None before the first selection."""
-        hits = sum(self.hits.values())
-        total = hits + sum(self.misses.values())
+        """Of all selected entries; None before the first selection."""
+        hits, *read = (sum(x.values()) for x in (self.hits, self.misses, self.gathered))
+        total = hits + sum(read)
         return hits / total if total else None
 
 

@@ -26,13 +26,14 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 from kvtide.engine.request import Request
 from kvtide.engine.speculation.accept_length_stats import PrefixOrigin
+from kvtide.index import Prompt
 
 FRACTION = 0.9
 """Restored prefixes should accept this much of what computed ones do."""
@@ -49,11 +50,16 @@ log = logging.getLogger("kvtide")
 
 @dataclass(slots=True)
 class _Tally:
-    """The verify steps of one request, and the tokens that they gave."""
+    """The verify steps of one request since an admission, and the tokens that they gave.
+
+    first_key  the key of its first page; empty where nothing was restored
+    """
 
     origin: PrefixOrigin
     request: int
+    admission: int
     cached_tokens: int
+    first_key: bytes
     steps: int = 0
     tokens: int = 0
 
@@ -81,12 +87,13 @@ class MeanLength(NamedTuple):
 
 class AcceptLengthGuard:
     """`alarms`: raised since the start, by origin. `pools`: the draft's, which the warning names;
-    every stage knows them, whichever has the draft."""
+    every stage knows them, whichever has the draft. `first_key` gives the key of a prompt's first
+    page, by which stores and KV events know it."""
 
-    def __init__(self, pools: Sequence[str]) -> None:
+    def __init__(self, pools: Sequence[str], first_key: Callable[[Prompt], bytes]) -> None:
         self.alarms: Counter[PrefixOrigin] = Counter(dict.fromkeys(RESTORED, 0))
         assert pools, "drafts without state in pages depend on no restore"
-        self.pools = tuple(pools)
+        self.pools, self._first_key = tuple(pools), first_key
         self._window: deque[_Tally] = deque(maxlen=WINDOW)
         self._tallies: WeakKeyDictionary[Request, _Tally] = WeakKeyDictionary()
         self._raised: set[PrefixOrigin] = set()
@@ -95,16 +102,19 @@ class AcceptLengthGuard:
     def verified(self, request: Request, tokens: int) -> None:
         """A verify step of the request gave so many tokens."""
         tally = self._tallies.get(request)
-        if tally is None:
-            cached = sum(request.by_tier.values())
-            tally = _Tally(PrefixOrigin.of(request), request.number, cached)
-            self._tallies[request] = tally
+        if tally is None or tally.admission != request.admissions:
+            tally = self._tallies[request] = self._begun(request)
             self._window.append(tally)
         tally.steps += 1
         tally.tokens += tokens
         self._steps += 1
         if self._steps % STEPS_PER_LOOK == 0:
             self._look()
+
+    def _begun(self, request: Request) -> _Tally:
+        origin, cached = PrefixOrigin.of(request), sum(request.given.values())
+        key = b"" if origin is PrefixOrigin.COMPUTED else self._first_key(request.prompt)
+        return _Tally(origin, request.number, request.admissions, cached, key)
 
     def _look(self) -> None:
         by_origin: dict[PrefixOrigin, list[_Tally]] = {origin: [] for origin in PrefixOrigin}
@@ -146,7 +156,8 @@ class AcceptLengthGuard:
         log.warning(
             "prefixes from %s accept %.2f tokens a verify step, computed ones %.2f: pages of the "
             "draft's pools (%s) are missing or wrong there, or these texts are harder to draft. "
-            "The worst is a restored prefix of %d tokens (request %d).",
+            "The worst is a restored prefix of %d tokens (request %d); its first page has the key "
+            "%s.",
             *(origin.value, restored, computed, ", ".join(self.pools)),
-            *(worst.cached_tokens, worst.request),
+            *(worst.cached_tokens, worst.request, worst.first_key.hex()),
         )

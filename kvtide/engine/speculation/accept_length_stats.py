@@ -14,7 +14,8 @@ from kvtide.spec import Tier
 
 
 class PrefixOrigin(Enum):
-    """The slowest tier that gave part of a request's prefix; COMPUTED where none did."""
+    """The slowest tier that gave part of a request's prefix; COMPUTED where none did. A request
+    that was retracted has that of its last admission while it runs."""
 
     COMPUTED = "computed"
     DEVICE = "device"
@@ -25,7 +26,7 @@ class PrefixOrigin(Enum):
     def of(cls, request: Request) -> PrefixOrigin:
         if request.prompt.fetched:
             return cls.STORAGE
-        given = [tier for tier, tokens in request.by_tier.items() if tokens]
+        given = [tier for tier, tokens in request.given.items() if tokens]
         return _OF_TIER[max(given)] if given else cls.COMPUTED
 
 

@@ -81,7 +81,7 @@ class Speculation:
     ) -> None:
         assert 1 <= draft_tokens <= MAX_DRAFTS, f"{draft_tokens} drafts; use 1 to {MAX_DRAFTS}"
         self.lengths = AcceptLengthStats()
-        self.guard = AcceptLengthGuard(drafter.writes) if drafter.writes else None
+        self.guard = _guard(cache, drafter) if drafter.writes else None
         self._scheduler = scheduler
         self._drafter = drafter
         self._states = SavedStates(cache)
@@ -314,6 +314,12 @@ class Speculation:
     def _worth_drafts(self, request: Request) -> bool:
         """Not while more tokens are to be computed again than drafts could win."""
         return request.length - request.computed - 1 <= self._draft_length.longest
+
+
+def _guard(cache: TieredCache, drafter: Drafter) -> AcceptLengthGuard:
+    return AcceptLengthGuard(
+        drafter.writes, lambda prompt: next(cache.index.page_keys(prompt, 1)).key
+    )
 
 
 def _rows_of(chunks: Sequence[ScheduledChunk], output: StepOutput) -> StepRows:

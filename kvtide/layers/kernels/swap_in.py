@@ -146,7 +146,8 @@ class _Call:
         )
         plan_gathered[(len(batch.rows),)](
             *(hot.wanted, *self._tables(), hot.held, hot.used, hot.clock),
-            *(hot.marks, hot.marks.stride(0), self.scratch.freed, self.scratch.new_slots, number),
+            *(hot.marks, hot.marks.stride(0), hot.counts),
+            *(self.scratch.freed, self.scratch.new_slots, number),
             BLOCK_B=slots,
             num_warps=_warps(slots),
             **shape,

@@ -237,7 +237,7 @@ def _is_wanted(  # type: ignore[no-untyped-def]
 )
 def plan_gathered(  # type: ignore[no-untyped-def]
     wanted, rows, tables, stride_table, host_tables, stride_host_table, hot_rows, stride_hot_rows,
-    held, used, clock, marks, stride_marks, freed, new_slots, layer,
+    held, used, clock, marks, stride_marks, counts, freed, new_slots, layer,
     ROWS: tl.constexpr, ENTRIES: tl.constexpr, ROW_ENTRIES: tl.constexpr,
     FIRST_GATHER: tl.constexpr, PAGE: tl.constexpr, RATIO: tl.constexpr, BLOCK_B: tl.constexpr,
 ):
@@ -261,6 +261,8 @@ def plan_gathered(  # type: ignore[no-untyped-def]
     last_use = tl.load(used + slot, mask=in_row, other=-1)
     is_hot, is_stale = (hot >= 0) & (hot < past), hot >= past
     is_hit = is_hot & _is_wanted(wanted, tables, hot, is_hot, FIRST_GATHER, PAGE)
+    hits = tl.sum(is_hit.to(tl.int32), 0)
+    tl.atomic_add(counts + 3 * layer, hits.to(tl.int64), sem="relaxed")
     tl.store(marks + hot, slot, mask=is_hot)
     tl.debug_barrier()
     entry = tl.maximum(total - ENTRIES, 0) + slot

@@ -166,7 +166,8 @@ class _Pages:
         cold = slots < 0
         self.arena[self._at(where[~cold])] = self.arena[self._at(self.first_slot + slots[~cold])]
         self._load(earlier[cold], where[cold])
-        self.hot.counts[self.layer, 2] += int(cold.sum())
+        counts = [int((~cold).sum()), 0, int(cold.sum())]
+        self.hot.counts[self.layer] += self.hot.counts.new_tensor(counts)
         found = plan_gathered(
             self.held, self.used, earlier, self.past, self.total, int(self.hot.clock)
         )

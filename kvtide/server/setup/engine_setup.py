@@ -24,10 +24,15 @@ from kvtide.server.engine_rank import EngineRank
 from kvtide.server.handoff.rank_handoff import RankHandoff
 from kvtide.server.ranks.rank_group import rank_backend, ranks_per_gpu
 from kvtide.server.setting_values import SettingsError
-from kvtide.server.settings import MTP, NO_SPECULATION, Settings
+from kvtide.server.settings import MTP, Settings
 from kvtide.server.setup import store_setup
 from kvtide.server.setup.batch_setup import choose_batch
-from kvtide.server.setup.residency_setup import DeclaredModel, choose_residency, stored_bytes
+from kvtide.server.setup.residency_setup import (
+    DeclaredModel,
+    ResidencyChoice,
+    choose_residency,
+    stored_bytes,
+)
 from kvtide.server.setup.speculation_setup import (
     SpeculationChoice,
     build_draft,
@@ -38,7 +43,6 @@ from kvtide.server.tools.parser_registry import ChatFormats
 from kvtide.spec import ModelMemory, SpecError
 from kvtide.spec.config import Config
 from kvtide.spec.families import KVDType, declare, language_model
-from kvtide.spec.residency import Residency
 from kvtide.storage import StoreError
 from kvtide.tiers import MachineMemory, TierError, TierSize, device_memory, machine_memory
 from kvtide.tiers.tier_size import tier_bytes
@@ -100,15 +104,14 @@ def open_engine(settings: Settings, topology: RankTopology | None = None) -> Ser
     checkpoint = open_checkpoint(default_model() if settings.model is None else settings.model)
     tokenizer = _tokenizer(settings, checkpoint)
     choice = choose_speculation(settings, checkpoint)
-    draft_tokens = choice.draft_tokens(settings)
-    drafts = 0 if choice.method == NO_SPECULATION else draft_tokens
     resident = choose_residency(
         settings,
         lambda: _declared(settings, checkpoint),
         lambda memory: _device_bytes(settings, checkpoint, memory, topology),
-        drafts,
+        choice.drafts(settings),
     )
-    model = _build(settings, checkpoint, device, topology, choice, resident.residency, drafts)
+    choice = choice.within(resident.drafts)
+    model = _build(settings, checkpoint, device, topology, choice, resident)
     draft = build_draft(choice, checkpoint, model)
     fingerprint = _fingerprint(settings, checkpoint, device)
     agreement = Ranks(timeout_s=AGREEMENT_TIMEOUT_S) if topology.ranks > 1 else Alone()
@@ -133,7 +136,7 @@ def open_engine(settings: Settings, topology: RankTopology | None = None) -> Ser
         oracle=_oracle(settings, cache),
         topology=topology,
         drafter=make_drafter(choice, draft, model, cache, topology),
-        draft_tokens=draft_tokens,
+        draft_tokens=max(1, resident.drafts),
         handoff_min_tokens=settings.handoff.min_tokens,
     )
     handoff = None
@@ -147,7 +150,8 @@ def open_engine(settings: Settings, topology: RankTopology | None = None) -> Ser
         raise
     name = settings.name or (_name(checkpoint) if settings.model else NAME)
     rank = EngineRank(engine, topology, handoff=handoff)
-    formats, drafting = _formats(settings, checkpoint, engine), choice.sentence(draft_tokens)
+    formats = _formats(settings, checkpoint, engine)
+    drafting = choice.sentence(resident.drafts)
     return Serving(rank, name, storage, drafting, resident.sentence, formats, batch.sentence)
 
 
@@ -388,8 +392,7 @@ def _build(
     device: torch.device,
     topology: RankTopology,
     choice: SpeculationChoice,
-    resident: Residency,
-    drafts: int,
+    resident: ResidencyChoice,
 ) -> Decoder:
     with device:
         return build(
@@ -400,8 +403,8 @@ def _build(
             checkpoint_tokens=settings.checkpoint_tokens,
             dtype=_dtype(settings),
             deterministic=settings.deterministic,
-            resident=resident,
-            draft_tokens=drafts,
+            resident=resident.residency,
+            draft_tokens=resident.drafts,
             mtp=choice.method == MTP,
             draft=choice.draft,
             stage=topology.stage,

@@ -51,17 +51,25 @@ class SpeculationChoice:
             return self.draft.fingerprint()
         return target if self.method == MTP else b""
 
-    def draft_tokens(self, settings: Settings) -> int:
-        """Drafts of a request in a step, at the most."""
+    def drafts(self, settings: Settings) -> int:
+        """Drafts of a request in a step, at the most; 0 without a drafter."""
+        if self.method == NO_SPECULATION:
+            return 0
         return settings.draft_tokens or (NGRAM_DRAFTS if self.method == NGRAM else DRAFT_TOKENS)
 
-    def sentence(self, draft_tokens: int) -> str:
+    def within(self, drafts: int) -> SpeculationChoice:
+        """Without a drafter if a step has no room for a draft."""
+        if drafts or self.method == NO_SPECULATION:
+            return self
+        return SpeculationChoice(note=f"{self.method} has no room for a draft in hot buffers")
+
+    def sentence(self, drafts: int) -> str:
         """The line about speculation that a starting server prints."""
         note = self.note and f"; {self.note}"
         if self.method == NO_SPECULATION:
             return f"speculation: none{note}"
         of = f" of {self.draft.checkpoint.path}" if self.draft is not None else ""
-        return f"speculation: {self.method}{of}, up to {draft_tokens} drafts{note}"
+        return f"speculation: {self.method}{of}, up to {drafts} drafts{note}"
 
 
 def choose_speculation(settings: Settings, checkpoint: Checkpoint) -> SpeculationChoice:

@@ -20,6 +20,7 @@ from kvtide.models.draft_checkpoint import open_draft
 from kvtide.models.model import Decoder
 from kvtide.spec import Tier
 from kvtide.spec.families import KVDType
+from kvtide.spec.residency import ALL_RESIDENT, Residency
 from kvtide.storage import open_store
 from tests.engine.rank_serving import Grid, Place, Solo, text
 from tests.engine.speculation.drafting import ConsistentDrafter, Seen
@@ -29,7 +30,9 @@ PAGE, ANSWER = 16, 10
 ASKED = (text(5, 2 * PAGE), text(6, PAGE + 7), text(7, 5) * 6)
 """The last repeats itself, so that n-grams find something."""
 SAMPLING = SamplingParams(logprobs=1)
-DRAFTERS = ("ngram", "eagle3", "mtp", "mtp-v4")
+DRAFTS, HOT = 3, Residency(4 * 24)
+"""Hot buffers have just room for what the queries of a step select."""
+DRAFTERS = ("ngram", "eagle3", "mtp", "mtp-v4", "mtp-hot")
 
 Outputs = list[list[tuple[int, float]]]
 
@@ -44,6 +47,8 @@ def drafting(place: Place, kind: str) -> tuple[Decoder, DraftModel | None, tuple
         page_tokens=PAGE,
         kv_dtype=KVDType.FP32,
         deterministic=True,
+        resident=HOT if kind == "mtp-hot" else ALL_RESIDENT,
+        draft_tokens=DRAFTS,
         mtp=kind.startswith("mtp"),
         draft=draft,
         stage=place.topology.stage,
@@ -84,11 +89,12 @@ class Life:
             chunk_tokens=32,
             topology=place.topology,
             drafter=ConsistentDrafter(inner, seen),
-            draft_tokens=3,
+            draft_tokens=DRAFTS,
             fixed_drafts=True,
         )
-        guard, pools = self._engine.accept_length_guard, None if kind == "ngram" else ("draft",)
-        assert (None if guard is None else guard.pools) == pools
+        guard, pools = self._engine.accept_length_guard, target.memory.draft_sidecars
+        assert (guard.pools if guard else ()) == pools and bool(pools) == (kind != "ngram")
+        assert bool(target.memory.hot_pools) == (kind == "mtp-hot")
 
     def answers(self, tier: Tier | None) -> Outputs:
         """Some of their prefixes come from this tier."""

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from kvtide.engine import Request
+from kvtide.engine.speculation import accept_length_guard
 from kvtide.engine.speculation.accept_length_stats import PrefixOrigin
 from kvtide.spec import Tier
 from tests.data.lookup_task import repetitive_walk
@@ -173,6 +174,25 @@ def test_draft_pages_dropped_on_restore_lower_the_accept_length(
     again = server.serve(PROMPTS)
     assert again.origins == {PrefixOrigin.HOST}
     assert again.accept_length <= FALLEN * cold
+
+
+def test_the_engine_asks_the_guard_and_warns_of_lost_draft_pages(
+    server: LookupServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name, few in (("MIN_REQUESTS", 2), ("MIN_STEPS", 16), ("STEPS_PER_LOOK", 4)):
+        monkeypatch.setattr(accept_length_guard, name, few)
+    guard = server.engine.accept_length_guard
+    assert guard is not None
+    server.serve(PROMPTS)
+    lost = [one.prompt for one in walks(2, seed=8)]
+    server.serve(lost, count=FILL, speculate=False)
+    assert guard.alarms.total() == 0
+    server.serve(lost)
+    assert guard.alarms[PrefixOrigin.DEVICE] == guard.alarms.total() == 1
+    (message,) = caplog.messages
+    assert message.startswith("prefixes from device accept") and "pools (draft)" in message
+    keys = {next(server.cache.index.page_keys(server.cache.prompt(one), 1)).key for one in lost}
+    assert any(key.hex() in message for key in keys)
 
 
 def test_some_draft_pages_absent_shorten_runs(server: LookupServer, cold: float) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import random
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -21,12 +23,14 @@ TIER = {
     PrefixOrigin.STORAGE: Tier.STORAGE,
 }
 
+RESTORED_LEASE: Any = SimpleNamespace(by_tier={Tier.DEVICE: 4})
+
 
 class Traffic:
     """Requests whose drafts are accepted with a chance that differs from request to request."""
 
     def __init__(self, seed: int) -> None:
-        self.guard = AcceptLengthGuard(("draft", "draft_swa"))
+        self.guard = AcceptLengthGuard(("draft", "draft_swa"), lambda prompt: b"\xab\xcd")
         self._random = random.Random(seed)
         self._numbers = 0
 
@@ -82,6 +86,7 @@ def test_the_warning_names_origin_means_pools_and_prefix(
     assert message.startswith("prefixes from storage accept 1.")
     assert "computed ones 4." in message and "pools (draft, draft_swa)" in message
     assert "a restored prefix of 4 tokens (request " in message
+    assert message.endswith("; its first page has the key abcd.")
     assert {origin.value: n for origin, n in traffic.guard.alarms.items()} == {
         "device": 0,
         "host": 0,
@@ -115,6 +120,26 @@ def test_without_computed_prefixes_there_is_no_verdict() -> None:
     for _ in range(500):
         traffic.request(PrefixOrigin.DEVICE, 0.1)
     assert traffic.alarms == 0
+
+
+def test_a_request_has_the_origin_of_its_last_admission() -> None:
+    """Computed requests are retracted and find their own pages, without the draft's."""
+    traffic = Traffic(5)
+    for _ in range(100):
+        traffic.request(PrefixOrigin.COMPUTED, 0.8)
+    assert traffic.alarms == 0
+    for number in range(100):
+        tokens = (1, 2, 3, 4)
+        prompt = Prompt(tokens, DEFAULT_NAMESPACE, 0)
+        request = Request(1000 + number, RequestParams(tokens, 8), prompt, list(tokens))
+        for request.admissions, request.lease, given in ((1, None, 6), (2, RESTORED_LEASE, 1)):
+            for _ in range(10):
+                traffic.guard.verified(request, given)
+    assert traffic.guard.alarms == {
+        PrefixOrigin.DEVICE: 1,
+        PrefixOrigin.HOST: 0,
+        PrefixOrigin.STORAGE: 0,
+    }
 
 
 def test_requests_and_not_steps_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:

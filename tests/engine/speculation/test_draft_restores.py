@@ -139,7 +139,17 @@ def test_drafts_are_the_same_from_every_tier(pair: Pair) -> None:
     assert all(each == answers[0] for each in answers)
 
 
-@pytest.mark.parametrize("pair", ["eagle3-llama-two-layers", V4], indirect=True)
+RESTARTED = ("eagle3-llama-two-layers", V4)
+
+
+@pytest.mark.parametrize(
+    "pair",
+    [
+        *RESTARTED,
+        *(pytest.param(name, marks=pytest.mark.full) for name in PAIRS if name not in RESTARTED),
+    ],
+    indirect=True,
+)
 def test_drafts_are_the_same_after_a_restart(pair: Pair, tmp_path: Path) -> None:
     """From a folder; with other draft weights the folder has the target's pages alone."""
     (asked,) = prompts(4, 3 * PAGE + 2)

@@ -18,7 +18,7 @@ from tests.models.tiny import oracle
 from tests.models.tiny_eagle3 import tiny_eagle3
 from tests.worlds import check, play
 
-MTP = {"mtp": "deepseek_v3-mtp", "mtp-v4": tiny_mtp.V4}
+MTP = {"mtp": "deepseek_v3-mtp", "mtp-v4": tiny_mtp.V4, "mtp-hot": "deepseek_v32-mtp"}
 
 
 @pytest.fixture(scope="module")

@@ -65,7 +65,7 @@ def main() -> None:
             }
             compiled(swap_plan.plan_rows, shape | plan, ["counts"], ["selected", "located", "held"])
         slots = {"BLOCK_B": power_of_two(entries)}
-        compiled(swap_plan.plan_gathered, shape | slots, [], ["wanted", "held", "used"])
+        compiled(swap_plan.plan_gathered, shape | slots, ["counts"], ["wanted", "held", "used"])
         marked = {"COUNT": count, "BLOCK": min(swap_in.MAX_MARKED, count)}
         compiled(swap_in._mark_wanted, shape | marked, [], ["selected", "located"])
         lanes = 2 if size % 16 == 0 else 1

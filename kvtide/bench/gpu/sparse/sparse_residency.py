@@ -8,14 +8,13 @@ replaced by choices of a given overlap (`driven_choices`), or left as it is.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
-from kvtide.bench.gpu.driven_choices import DrivenChoices, attentions_with_indexer, driving
 from kvtide.bench.gpu.engine_bed import (
     Bed,
     alternating,
@@ -27,6 +26,16 @@ from kvtide.bench.gpu.engine_bed import (
     ttft_s,
 )
 from kvtide.bench.gpu.shapes import Shape
+from kvtide.bench.gpu.sparse.driven_choices import (
+    OWN,
+    DrivenChoices,
+    Overlap,
+    attentions_with_indexer,
+    driving,
+)
+from kvtide.bench.gpu.sparse.host_span import huge_fraction, narrowed
+from kvtide.bench.gpu.sparse.hot_reads import HotReading, HotReads
+from kvtide.byte_sizes import format_bytes
 from kvtide.cache import Layout, TieredCache
 from kvtide.engine import Engine, RequestParams
 from kvtide.layers.packing import packing
@@ -34,15 +43,13 @@ from kvtide.spec import ModelMemory, PoolSpec, Tier
 from kvtide.spec.families import KVDType
 from kvtide.spec.residency import ALL_RESIDENT, Residency, hot_bytes
 from kvtide.spec.sizing import bytes_for
-from kvtide.tiers import Buffers, HotBuffers
+from kvtide.tiers import Buffers
 from kvtide.transfer.strided import Way
 
 CHECKPOINTS = 4
 """Windows and states of a context have slots for so many: a running request takes up to three."""
-OWN = "own"
-"""In the place of an overlap: the indexers' own choices."""
-Overlap = float | str
 OVERLAPS: tuple[Overlap, ...] = (0.95, 0.9, 0.8, OWN)
+PREFILL_OVERLAPS: tuple[Overlap, ...] = (0.95, OWN)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +74,9 @@ class SparseShape:
 class DecodeLoad:
     """`resident`: contexts that fit the device tier if all their pages are there.
 
-    max_hot  hot contexts, at the most
-    steps    that are timed, after as many to warm up
+    max_hot    hot contexts, at the most
+    steps      that are timed, after as many to warm up
+    host_span  bytes of host memory that rows of a layer come from; None: where its pages are
     """
 
     context: int = 131_072
@@ -77,6 +85,7 @@ class DecodeLoad:
     host_bytes: int = 80 << 30
     steps: int = 32
     host_layout: Layout = Layout.PAGE_FIRST_DIRECT
+    host_span: int | None = None
 
     @property
     def answer_tokens(self) -> int:
@@ -165,57 +174,6 @@ class SumResult:
         return self.hot.as_json() | numbers | {name: getattr(self, name) for name in derived}
 
 
-# -- entries that are read ----------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class HotReads:
-    """What queries selected of hot pools: found in hot rows or read from the host.
-
-    hit_rate        of hot rows; None if nothing was selected from one
-    layer_misses    entries that a layer swapped in
-    missing_bytes   of those, in all layers
-    gathered_bytes  of entries that prefill chunks read
-    """
-
-    hit_rate: float | None = None
-    layer_misses: float = 0.0
-    missing_bytes: float = 0.0
-    gathered_bytes: float = 0.0
-
-
-class HotReading:
-    """Counts from its beginning on; nothing where all pages are resident."""
-
-    def __init__(self, engine: Engine) -> None:
-        self._hot = list(engine.cache.hardware.hot.values())
-        self._before = self._counts()
-
-    def per(self, times: int) -> HotReads:
-        """The mean of so many times."""
-        counts = [now - then for now, then in zip(self._counts(), self._before, strict=True)]
-        if not counts:
-            return HotReads()
-        hits, misses, _ = torch.cat(counts).sum(0).tolist()
-        layers = sum(len(each.pool.layers) for each in self._hot)
-        _, missing_bytes, gathered_bytes = (
-            sum(float(each[:, n].sum()) * hot.pool.entry.bytes for each, hot in self._pairs(counts))
-            for n in range(3)
-        )
-        return HotReads(
-            hits / (hits + misses) if hits + misses else None,
-            misses / layers / times,
-            missing_bytes / times,
-            gathered_bytes / times,
-        )
-
-    def _pairs(self, counts: Sequence[torch.Tensor]) -> Iterable[tuple[torch.Tensor, HotBuffers]]:
-        return zip(counts, self._hot, strict=True)
-
-    def _counts(self) -> list[torch.Tensor]:
-        return [hot.counts.clone().cpu() for hot in self._hot]
-
-
 def residency_name(memory: ModelMemory) -> str:
     hot = memory.hot_pools
     return f"hot:{hot[0].hot}" if hot else "all"
@@ -269,6 +227,16 @@ def commit(cache: TieredCache, prompts: Iterable[Sequence[int]], pages: int = 20
         cache.poll()
 
 
+@contextmanager
+def driven(bed: Bed, sequences: int) -> Iterator[DrivenChoices]:
+    """What engines of this bed select meanwhile, in steps of up to so many sequences."""
+    pool = next(p for p in bed.model.memory.pools if p.selected is not None)
+    sizes = sequences, pool.selected or 1, pool.tokens_per_entry
+    choices = DrivenChoices(len(attentions_with_indexer(bed.model)), *sizes, bed.device)
+    with driving(bed.model, choices):
+        yield choices
+
+
 # -- decode -------------------------------------------------------------------------------------
 
 
@@ -288,6 +256,16 @@ class DecodeBed:
         commit(engine.cache, self._prompts, -(-load.context // page))
         flush(engine)
 
+    @property
+    def host(self) -> str:
+        """The memory that rows come from, in words."""
+        if self._load.host_span:
+            return f"rows of a layer come from {format_bytes(self._load.host_span)}"
+        data = self._engine.cache.hardware.host.data
+        huge = huge_fraction(data)
+        known = "not known how much of it" if huge is None else f"{huge:.0%} of it"
+        return f"rows come from {format_bytes(data.numel())}, {known} in huge pages"
+
     def measure(self, batch: int, overlaps: Sequence[Overlap]) -> Iterator[StepResult]:
         """A step of the first contexts, once for each of these."""
         answer = self._load.answer_tokens
@@ -302,10 +280,7 @@ class DecodeBed:
             stop(self._engine)
 
     def _measured(self, batch: int, overlap: Overlap) -> StepResult:
-        if isinstance(overlap, float):
-            self._choices.keep(overlap)
-        else:
-            self._choices.leave()
+        self._choices.keep(overlap)
         bed, engine, steps = self._bed, self._engine, self._load.steps
         step_s(bed, engine, steps)
         reading = HotReading(engine)
@@ -323,20 +298,20 @@ def decode_bed(bed: Bed, load: DecodeLoad, contexts: int) -> Iterator[DecodeBed]
     memory = bed.model.memory
     longest = load.longest(memory)
     capacity = contexts * longest
-    pool = next(p for p in memory.pools if p.selected is not None)
-    with bed.engine(
-        capacity,
-        capacity if memory.hot_pools else 0,
-        max_running=contexts,
-        tokens_per_checkpoint=load.checkpoint_tokens(memory),
-        longest_tokens=longest,
-        host_layout=load.host_layout,
-    ) as engine:
-        layers = len(attentions_with_indexer(bed.model))
-        topk = pool.selected or 1
-        choices = DrivenChoices(layers, contexts, topk, pool.tokens_per_entry, bed.device)
-        with driving(bed.model, choices):
-            yield DecodeBed(bed, engine, choices, load, contexts)
+    with (
+        driven(bed, contexts) as choices,
+        bed.engine(
+            capacity,
+            capacity if memory.hot_pools else 0,
+            max_running=contexts,
+            tokens_per_checkpoint=load.checkpoint_tokens(memory),
+            longest_tokens=longest,
+            host_layout=load.host_layout,
+        ) as engine,
+    ):
+        decoding = DecodeBed(bed, engine, choices, load, contexts)
+        with narrowed(engine, load.host_span) if load.host_span else nullcontext():
+            yield decoding
 
 
 # -- first token --------------------------------------------------------------------------------
@@ -346,6 +321,7 @@ def decode_bed(bed: Bed, load: DecodeLoad, contexts: int) -> Iterator[DecodeBed]
 class FirstTokenResult:
     """Seconds from a prefix on the host to the first token.
 
+    overlap       of a token's choices with those of the one before
     loaded_bytes  before the step, or beside it
     device_s      the same with all on the device that is loaded: the step alone
     reads         of one request, in the step
@@ -354,6 +330,7 @@ class FirstTokenResult:
     residency: str
     context: int
     new_tokens: int
+    overlap: Overlap
     seconds: float
     loaded_bytes: int
     device_s: float
@@ -363,19 +340,25 @@ class FirstTokenResult:
         return asdict(self)
 
 
-def first_token(bed: Bed, context: int, new_tokens: int, rounds: int) -> FirstTokenResult:
+def first_token(
+    bed: Bed, context: int, new_tokens: int, rounds: int, overlaps: Sequence[Overlap]
+) -> Iterator[FirstTokenResult]:
+    """Once for each overlap."""
     memory = bed.model.memory
     page = memory.page_tokens
     longest = context + new_tokens + 2 * page
     capacity = 2 * longest
     prompt = bed.prompt(context + new_tokens, 77)
-    with bed.engine(
-        capacity,
-        capacity,
-        max_running=2,
-        tokens_per_checkpoint=max(page, context // CHECKPOINTS),
-        longest_tokens=longest,
-    ) as engine:
+    with (
+        driven(bed, 2) as choices,
+        bed.engine(
+            capacity,
+            capacity,
+            max_running=2,
+            tokens_per_checkpoint=max(page, context // CHECKPOINTS),
+            longest_tokens=longest,
+        ) as engine,
+    ):
         commit(engine.cache, [prompt], -(-context // page))
 
         def prefix_s(*flushed: Tier) -> float:
@@ -386,15 +369,17 @@ def first_token(bed: Bed, context: int, new_tokens: int, rounds: int) -> FirstTo
             assert bool(flushed) == bool(found.get(Tier.HOST)), f"the prefix was in {found}"
             return seconds
 
-        for _ in range(2):
-            prefix_s(Tier.DEVICE)
-        before, reading = _loaded(engine), HotReading(engine)
-        median = median_s(lambda: prefix_s(Tier.DEVICE), rounds)
-        flush(engine)
-        loaded, reads = (_loaded(engine) - before) // rounds, reading.per(rounds)
-        device_s = median_s(prefix_s, rounds)
-    name = residency_name(memory)
-    return FirstTokenResult(name, context, new_tokens, median, loaded, device_s, reads)
+        for overlap in overlaps:
+            choices.keep(overlap)
+            for _ in range(2):
+                prefix_s(Tier.DEVICE)
+            before, reading = _loaded(engine), HotReading(engine)
+            median = median_s(lambda: prefix_s(Tier.DEVICE), rounds)
+            flush(engine)
+            loaded, reads = (_loaded(engine) - before) // rounds, reading.per(rounds)
+            device_s = median_s(prefix_s, rounds)
+            what = residency_name(memory), context, new_tokens, overlap
+            yield FirstTokenResult(*what, median, loaded, device_s, reads)
 
 
 def _loaded(engine: Engine) -> int:
@@ -408,10 +393,12 @@ def _loaded(engine: Engine) -> int:
 class PrefillResult:
     """Seconds of an uncached prompt, hot and with all pages on the device and no host tier.
 
-    reads  of the hot one
+    overlap  of a token's choices with those of the one before
+    reads    of the hot one
     """
 
     tokens: int
+    overlap: Overlap
     hot_s: float
     all_s: float
     reads: HotReads
@@ -425,8 +412,14 @@ class PrefillResult:
 
 
 def prefill(
-    hot: Bed, resident: Bed, tokens: int, rounds: int, chunk_tokens: int = 8192
-) -> PrefillResult:
+    hot: Bed,
+    resident: Bed,
+    tokens: int,
+    rounds: int,
+    overlaps: Sequence[Overlap],
+    chunk_tokens: int = 8192,
+) -> Iterator[PrefillResult]:
+    """Once for each overlap."""
     page = hot.model.memory.page_tokens
     capacity = 2 * (tokens + 4 * page)
     sizes: dict[str, Any] = {"chunk_tokens": chunk_tokens, "max_running": 2}
@@ -440,15 +433,19 @@ def prefill(
         return ttft_s(engine, prompt)[0]
 
     with (
+        driven(hot, 2) as ours,
+        driven(resident, 2) as theirs,
         hot.engine(capacity, capacity, **sizes, longest_tokens=longest) as on,
         resident.engine(capacity, 0, **sizes) as off,
     ):
-        for _ in range(min(2, rounds)):
-            prefill_s(hot, on)
-            prefill_s(resident, off)
-        reading = HotReading(on)
-        hot_s, all_s = alternating(
-            [lambda: prefill_s(hot, on), lambda: prefill_s(resident, off)], rounds
-        )
-        reads = reading.per(rounds)
-    return PrefillResult(tokens, hot_s, all_s, reads)
+        for overlap in overlaps:
+            ours.keep(overlap)
+            theirs.keep(overlap)
+            for _ in range(min(2, rounds)):
+                prefill_s(hot, on)
+                prefill_s(resident, off)
+            reading = HotReading(on)
+            hot_s, all_s = alternating(
+                [lambda: prefill_s(hot, on), lambda: prefill_s(resident, off)], rounds
+            )
+            yield PrefillResult(tokens, overlap, hot_s, all_s, reading.per(rounds))
