@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.server.handoff.routers import KINDS, Router, RouterKind, install
+from tests.server.handoff.routers.real_routers import KINDS, Router, RouterKind, install
 from tests.server.handoff.server_pairs import ServerProcess
 from tests.server.serving import PAGE
 from tests.server.talking import Client, Json

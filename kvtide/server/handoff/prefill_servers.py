@@ -25,7 +25,7 @@ from kvtide.engine.handoff.handoff_source import HandoffSource
 log = logging.getLogger("kvtide")
 ASK_S = 5.0
 WAIT_S = 1.0
-"""The longest that a request waits for the answer; without one its prompt is prefilled here."""
+"""The longest that a request waits for an answer; without one its prompt is prefilled here."""
 RETRY_S = 2.0
 """A server that did not answer is asked again after this."""
 AFFINITY_TOKENS = 256
@@ -79,14 +79,17 @@ class PrefillServers:
         return preferred.address
 
     async def _ask_unknown(self) -> None:
-        """Ask the servers whose address is not known. Requests wait if no address is."""
+        """Ask the servers whose address is not known. If none is, requests wait for the first."""
         now = time.monotonic()
         for server in self._servers:
             if server.address is None and server.answer is None and now >= server.next_try:
                 server.answer = asyncio.create_task(self._ask(server))
-        answers = [server.answer for server in self._servers if server.answer is not None]
-        if answers and not any(server.address for server in self._servers):
-            await asyncio.wait(answers, timeout=WAIT_S)
+        while not any(server.address for server in self._servers):
+            answers = [server.answer for server in self._servers if server.answer is not None]
+            left_s = now + WAIT_S - time.monotonic()
+            if not answers or left_s <= 0:
+                return
+            await asyncio.wait(answers, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
 
     async def _ask(self, server: _Server) -> None:
         try:

@@ -29,7 +29,14 @@ from tests.engine.handoff.handing_over import Pair, expected, family_pair, pair_
 from tests.engine.restoring import text
 from tests.engine.speculation import lookup_pair
 from tests.engine.speculation.drafting import ConsistentDrafter, ErringDrafter, Seen
-from tests.engine.speculation.lookup_pair import ANSWER, PAGE, LookupServer, alone, walks
+from tests.engine.speculation.lookup_pair import (
+    ANSWER,
+    PAGE,
+    LookupServer,
+    Served,
+    alone,
+    walks,
+)
 from tests.engine.speculation.test_draft_restores import PAIRS, SAMPLING, Bed
 from tests.engine.speculation.test_lossless import prompts
 from tests.engine.torch_graphs import use_torch_graphs
@@ -94,12 +101,23 @@ class Counted:
 
 
 @pytest.fixture(scope="module")
-def cold() -> float:
-    """The accept length of one engine that computes every prompt."""
+def alone_served() -> Served:
+    """By one engine that computes every prompt."""
     opened = LookupServer()
     served = opened.serve(PROMPTS)
     opened.close()
-    return served.accept_length
+    return served
+
+
+@pytest.fixture(scope="module")
+def cold(alone_served: Served) -> float:
+    """Its accept length."""
+    return alone_served.accept_length
+
+
+def decode_steps(requests: Sequence[Request]) -> int:
+    """Steps behind the first token: each gives a token, and the drafts that it accepts."""
+    return sum(len(one.output) - 1 - one.accepted_drafts for one in requests)
 
 
 @pytest.fixture
@@ -139,6 +157,21 @@ def test_draft_pages_travel_and_keep_the_accept_length(both: Pair, cold: float) 
     for prompt in PROMPTS:
         found = carried(both.decode.cache, prompt)
         assert len(found) == PREFIX // PAGE and all(found)
+
+
+def test_no_step_is_lost_where_the_prefix_has_landed(both: Pair, alone_served: Served) -> None:
+    landed_when_admitted(both)
+    requests = Counted(both).serve(PROMPTS)
+    assert decode_steps(requests) == decode_steps(alone_served.requests)
+
+
+def test_an_idle_decode_side_begins_with_one_step_without_drafts(
+    both: Pair, alone_served: Served
+) -> None:
+    """It runs while the prefix is loading: with drafts it would begin when all has landed."""
+    requests = Counted(both).serve(PROMPTS)
+    lost = decode_steps(requests) - decode_steps(alone_served.requests)
+    assert 0 <= lost <= len(PROMPTS)
 
 
 def test_pages_that_were_handed_over_keep_it_in_the_next_turn(both: Pair, cold: float) -> None:

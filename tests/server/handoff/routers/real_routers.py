@@ -1,7 +1,7 @@
 """Real routers: installed once into a folder of their own, and started in front of servers.
 
 Their wheels take 300 MB, so only tests under `--all` use them. The quick run replays what they send
-(`router_requests`).
+(`requests`).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What routers make of clients' requests: recorded from the real ones, and replayed without them.
 
-`router_requests.json` has the bodies that each router sent to the prefill and to the decode server
+`requests.json` has the bodies that each router sent to the prefill and to the decode server
 for every case, as they were but for marks where a value is new each time:
 
 | mark       | what                                                             |
@@ -10,7 +10,7 @@ for every case, as they were but for marks where a value is new each time:
 | `ROOM 1`   | a number that the router took by chance                          |
 | `ANSWER`   | `kv_transfer_params` of the prefill server's response, unchanged |
 
-`router_recording` records them again.
+`recording` records them again.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.server.handoff.routers import RouterKind
+from tests.server.handoff.routers.real_routers import RouterKind
 from tests.server.talking import Client, Json, Open, joined
 
 RECORDED = Path(__file__).with_suffix(".json")

@@ -17,9 +17,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.server.handoff.routed_pair import NAMED, RoutedPair
-from tests.server.handoff.router_recording import recording
-from tests.server.handoff.router_requests import (
+from tests.server.handoff.routers.real_routers import KINDS, MAX_S, Router, RouterKind, install
+from tests.server.handoff.routers.recording import recording
+from tests.server.handoff.routers.requests import (
     CASES,
     SIDES,
     Answer,
@@ -32,7 +32,7 @@ from tests.server.handoff.router_requests import (
     rooms,
     start,
 )
-from tests.server.handoff.routers import KINDS, MAX_S, Router, RouterKind, install
+from tests.server.handoff.routers.routed_pair import NAMED, RoutedPair
 from tests.server.handoff.server_pairs import ServerProcess
 from tests.server.serving import InProcess
 from tests.server.talking import Client, Json

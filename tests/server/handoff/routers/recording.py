@@ -1,6 +1,6 @@
-"""Records what real routers make of clients' requests (`router_requests`).
+"""Records what real routers make of clients' requests (`requests`).
 
-python -m tests.server.handoff.router_recording    # write router_requests.json
+python -m tests.server.handoff.routers.recording    # write requests.json
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, Self
 
-from tests.server.handoff.routed_pair import RoutedPair
-from tests.server.handoff.router_requests import CASES, RECORDED, Case, ask
-from tests.server.handoff.routers import KINDS, Router, RouterKind, install
+from tests.server.handoff.routers.real_routers import KINDS, Router, RouterKind, install
+from tests.server.handoff.routers.requests import CASES, RECORDED, Case, ask
+from tests.server.handoff.routers.routed_pair import RoutedPair
 from tests.server.serving import save_model, save_tokenizer
 from tests.server.talking import Client, Json
 
