@@ -159,7 +159,8 @@ class Embedding:
 
     def __call__(self, tokens: Tensor) -> Tensor:
         if isinstance(self.held, PackedWeight):
-            return self.arithmetic.unpacked(self.held.take(tokens))
+            rows = self.arithmetic.unpacked(self.held.take(tokens.flatten()))
+            return rows.unflatten(0, tokens.shape)
         if self.ranks.count == 1:
             return functional.embedding(tokens, self.held)
         local = tokens - self.ranks.rank * len(self.held)

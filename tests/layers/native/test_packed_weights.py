@@ -14,6 +14,7 @@ from torch import Tensor
 
 from kvtide.layers.backend import choice
 from kvtide.layers.backend.packed_weight import PackedRows, PackedWeight, joined
+from kvtide.layers.dense import Embedding
 from kvtide.layers.native.c_functions import FORMS
 from kvtide.layers.native.native_arithmetic import FEW_ROWS, NativeArithmetic
 from kvtide.layers.native.native_ops import NativeOps
@@ -103,6 +104,16 @@ def test_a_weight_larger_than_a_strip_is_multiplied_strip_by_strip(native: Nativ
     with mock.patch("kvtide.layers.native.native_arithmetic.STRIP_ELEMENTS", 7 * 256):
         found = native.arithmetic.packed_linear(x, weight)
     assert_close(found, x @ numbers.T)
+
+
+def test_tokens_of_several_sequences_are_embedded_together(native: NativeOps) -> None:
+    weight, numbers = packed("Q4_1", 9, 512)
+    tokens = torch.tensor([[5, 8, 5], [0, 1, 3]])
+    packed_rows, rows = (
+        Embedding(native.arithmetic, held, 9)(tokens) for held in (weight, numbers)
+    )
+    assert packed_rows.shape == (2, 3, 512)
+    assert torch.equal(packed_rows, rows)
 
 
 # -- models --------------------------------------------------------------------------------------
