@@ -1,5 +1,6 @@
 #include "linear.h"
 
+#include "gemm.h"
 #include "vectors.h"
 
 namespace {
@@ -9,6 +10,7 @@ constexpr int ROWS = 8, OUTPUTS = 3;
 #else
 constexpr int ROWS = 4, OUTPUTS = 2;
 #endif
+constexpr int FEW = 16;             // More rows are worth panels.
 constexpr int AHEAD = 2 * OUTPUTS;  // Outputs whose weights are fetched early.
 
 template <int R, int O>
@@ -69,6 +71,7 @@ void outputs_between(const Problem& p, int64_t begin, int64_t end) {
 extern "C" void kvtide_linear(float* y, const float* x, const float* weight, const float* bias,
                               int64_t rows, int64_t outputs, int64_t inputs, int threads) {
   const Problem p = {y, x, weight, bias, rows, outputs, inputs, inputs, outputs};
+  if (rows > FEW) return gemm::linear(p, gemm::Floats{weight, outputs, inputs}, threads);
   in_pieces(outputs, threads,
             [&](int64_t begin, int64_t end) { outputs_between(p, begin, end); });
 }

@@ -24,7 +24,7 @@ from kvtide.layers.backend.torch_ops import TorchOps
 from kvtide.layers.elementwise import gelu_tanh, swish
 from kvtide.layers.native.build import library
 from kvtide.layers.native.c_functions import Functions
-from kvtide.layers.native.native_arithmetic import FEW_ROWS
+from kvtide.layers.native.native_arithmetic import MOST_ROWS
 from kvtide.layers.native.native_ops import NativeOps
 from kvtide.spec import ALL, DType, Entry, Field, ModelMemory, PoolSpec, Reuse
 from kvtide.spec.families.pool_parts import KVDType, by_head
@@ -167,9 +167,9 @@ def test_heads_into_pages(normed: bool, rotated: int, native: NativeOps) -> None
         close(found, wanted)
 
 
-@pytest.mark.parametrize("rows", [1, 3, 8, 11, FEW_ROWS, FEW_ROWS + 1])
+@pytest.mark.parametrize("rows", [1, 3, 8, 11, 17, 64, MOST_ROWS, MOST_ROWS + 1])
 @pytest.mark.parametrize("shape", [(1, 1), (25, 7), (70, 576), (96, 100)])
-def test_few_rows_times_a_weight(shape: tuple[int, int], rows: int, native: NativeOps) -> None:
+def test_rows_times_a_weight(shape: tuple[int, int], rows: int, native: NativeOps) -> None:
     torch.manual_seed(0)
     x, weight, bias = torch.randn(rows, shape[1]), torch.randn(shape), torch.randn(shape[0])
     for given in (None, bias):
