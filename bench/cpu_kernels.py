@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Callable
 from unittest import mock
 
 import torch
@@ -23,10 +22,12 @@ from torch import Tensor
 from kvtide.bench.gpu.engine_bed import Bed, start
 from kvtide.engine import RequestParams
 from kvtide.layers.backend import choice
+from kvtide.layers.backend.arithmetic import Batched
 from kvtide.layers.dense import Linear
 from kvtide.models import Model, build
 from kvtide.models.checkpoint import open_checkpoint
 from kvtide.models.default_model import default_model
+from kvtide.models.llama import LlamaLayer
 from tests.models import tiny
 
 FAMILIES = (
@@ -67,30 +68,29 @@ def steps(families: list[str]) -> None:
 def projections() -> list[Linear]:
     checkpoint = open_checkpoint(default_model())
     layers = list(build(checkpoint.config, checkpoint.weights).layers.values())[:LAYERS]
-    return [
-        linear
-        for layer in layers
-        for linear in (layer.attention.qkv, layer.attention.out, layer.mlp.gate_up, layer.mlp.down)
-    ]
+    found = []
+    for layer in layers:
+        assert isinstance(layer, LlamaLayer)
+        attention, mlp = layer.attention, layer.mlp
+        found += [attention.qkv, attention.out, mlp.gate_up, mlp.down]
+    return found
 
 
 def gemms() -> None:
     """The least of many times, in turns: what other processes do falls on all alike."""
     packed = projections()
     whole = [Linear(each.arithmetic, each.weight) for each in packed]
-    torches = [
-        lambda x, weight=each.weight: torch.nn.functional.linear(x, weight) for each in whole
-    ]
+    torches = [Linear(Batched(), each.weight) for each in whole]
     print("| rows | packed, ms | fp32, ms | fp32 by torch, ms | fp32 / packed |")
     print("|---:|---:|---:|---:|---:|")
     for rows in ROWS:
         inputs = [torch.randn(rows, each.weight.shape[1]) for each in whole]
-        times = _least_ms(inputs, packed, whole, torches)
+        times = least_ms(inputs, packed, whole, torches)
         cells = " | ".join(f"{each:.2f}" for each in times)
         print(f"| {rows} | {cells} | {times[1] / times[0]:.2f}× |", flush=True)
 
 
-def _least_ms(inputs: list[Tensor], *ways: list[Callable[[Tensor], Tensor]]) -> list[float]:
+def least_ms(inputs: list[Tensor], *ways: list[Linear]) -> list[float]:
     times: list[list[float]] = [[] for _ in ways]
     until = time.monotonic() + LEAST_SECONDS
     while time.monotonic() < until or len(times[0]) < LEAST_TURNS:

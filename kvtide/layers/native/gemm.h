@@ -6,9 +6,9 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <vector>
 
 #include "linear.h"
+#include "room.h"
 #include "vectors.h"
 
 namespace gemm {
@@ -28,13 +28,6 @@ constexpr int64_t UNIT = 256;           // Inputs that a panel has a multiple of
 constexpr int64_t FETCHED = 32;         // Bytes of the next panel that an input's sums hide.
 constexpr int64_t FEWEST_ROWS = 96;     // Rows that are worth a weight's panel of their own.
 
-// A thread's aligned floats for panels of one operand, which keep their room between calls.
-template <class Operand>
-inline float* room(int64_t count) {
-  static thread_local std::vector<float> memory;
-  if ((int64_t)memory.size() < count + 16) memory.resize(count + 16);
-  return memory.data() + (-(uintptr_t)memory.data() % 64) / 4;
-}
 struct AllRows;
 struct SomeOutputs;
 

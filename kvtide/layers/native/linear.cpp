@@ -1,5 +1,6 @@
 #include "linear.h"
 
+#include "calls.h"
 #include "gemm.h"
 #include "vectors.h"
 
@@ -68,8 +69,8 @@ void outputs_between(const Problem& p, int64_t begin, int64_t end) {
   if (row < p.rows) last_rows<ROWS - 1>(p, row, begin, end);
 }
 
-extern "C" void kvtide_linear(float* y, const float* x, const float* weight, const float* bias,
-                              int64_t rows, int64_t outputs, int64_t inputs, int threads) {
+void kvtide_linear(float* y, const float* x, const float* weight, const float* bias, int64_t rows,
+                   int64_t outputs, int64_t inputs, int threads) {
   const Problem p = {y, x, weight, bias, rows, outputs, inputs, inputs, outputs};
   if (rows > FEW) return gemm::linear(p, gemm::Floats{weight, outputs, inputs}, threads);
   in_pieces(outputs, threads,

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 
+#include "calls.h"
 #include "gemm.h"
 #include "linear.h"
 
@@ -94,10 +95,9 @@ void packed_between(Problem p, const uint8_t* weight, int64_t begin, int64_t end
 
 }  // namespace
 
-// `y_stride`: between rows of y, of which these outputs may be a part.
-extern "C" void kvtide_packed_linear(float* y, const float* x, const uint8_t* weight,
-                                     const float* bias, int form, int64_t rows, int64_t outputs,
-                                     int64_t inputs, int64_t y_stride, int threads) {
+void kvtide_packed_linear(float* y, const float* x, const uint8_t* weight, const float* bias,
+                          int form, int64_t rows, int64_t outputs, int64_t inputs,
+                          int64_t y_stride, int threads) {
   const Problem p = {y, x, nullptr, bias, rows, outputs, inputs, inputs, y_stride};
   packed::with_form(form, [&](auto known) {
     using Form = decltype(known);
@@ -109,9 +109,8 @@ extern "C" void kvtide_packed_linear(float* y, const float* x, const uint8_t* we
   });
 }
 
-// Rows of a packed weight, one after another, as floats.
-extern "C" void kvtide_unpack(float* to, const uint8_t* from, int form, int64_t rows,
-                              int64_t inputs, int threads) {
+void kvtide_unpack(float* to, const uint8_t* from, int form, int64_t rows, int64_t inputs,
+                   int threads) {
   packed::with_form(form, [&](auto known) {
     using Form = decltype(known);
     const int64_t row_bytes = packed::stored_bytes<Form>(inputs);
