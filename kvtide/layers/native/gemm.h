@@ -27,6 +27,7 @@ constexpr int64_t DEPTH = 2048;         // Inputs of a panel at most, so that it
 constexpr int64_t UNIT = 256;           // Inputs that a panel has a multiple of, but the last one.
 constexpr int64_t FETCHED = 32;         // Bytes of the next panel that an input's sums hide.
 constexpr int64_t FEWEST_ROWS = 96;     // Rows that are worth a weight's panel of their own.
+constexpr int64_t MOST_ROWS = 512;      // Rows that share one.
 
 struct AllRows;
 struct SomeOutputs;
@@ -128,10 +129,12 @@ inline void panel_outputs(const Problem& p, const float* xs, const float* weight
   }
 }
 
-// How tiles of rows are divided where panels of outputs are too few for all threads.
+// How tiles of rows are divided: each block of them stays in the cache while all panels of the
+// weight go by. There are more where panels are too few for all threads.
 inline int64_t row_blocks(int64_t tiles, int64_t panels, int threads) {
+  const int64_t rows = tiles * ROWS, cached = (rows + MOST_ROWS - 1) / MOST_ROWS;
   const int64_t wanted = (4 * threads + panels - 1) / panels;
-  return std::max<int64_t>(1, std::min(wanted, tiles * ROWS / FEWEST_ROWS));
+  return std::max(cached, std::min(wanted, rows / FEWEST_ROWS));
 }
 
 // y = x times the rows of a weight: `weight.panel` gives their values.
@@ -152,9 +155,9 @@ void linear(const Problem& p, const Weight& weight, int threads) {
       row_panel(xs + tile * ROWS * some, p, tile, input, some);
 #pragma omp for schedule(dynamic, 1)
     for (int64_t piece = 0; piece < panels * blocks; piece++) {
-      const int64_t output = piece / blocks * OUTPUTS, block = piece % blocks;
-      const int64_t next = (piece + threads) / blocks * OUTPUTS;
-      const bool whole = some == p.inputs && block == 0 && next + OUTPUTS <= p.outputs;
+      const int64_t block = piece / panels, output = piece % panels * OUTPUTS;
+      const int64_t next = output + threads * OUTPUTS;
+      const bool whole = some == p.inputs && next + OUTPUTS <= p.outputs;
       weight.panel(values, output, input, some);
       panel_outputs(p, xs, values, output, tiles * block / blocks, tiles * (block + 1) / blocks,
                     some, input == 0,

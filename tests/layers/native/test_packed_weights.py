@@ -80,11 +80,11 @@ def test_products_are_those_of_the_numbers(form: str, bias: bool, native: Native
 
 @pytest.mark.parametrize("threads", [1, 3])
 def test_wide_weights_are_multiplied_part_by_part(threads: int, native: NativeOps) -> None:
-    """Also where so few outputs divide among threads by rows."""
+    """Also where many rows, or few outputs for all threads, divide the rows."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        for rows, inputs in ((33, 4608), (210, 2304)):
+        for rows, inputs in ((33, 4608), (210, 2304), (600, 256)):
             weight, numbers = packed("Q4_K", 50, inputs)
             x, bias = torch.randn(rows, inputs), torch.randn(50)
             wanted = functional.linear(x, numbers, bias)
