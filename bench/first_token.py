@@ -19,7 +19,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -99,7 +99,7 @@ def imports(checkout: Path, count: int) -> None:
         print(f"| {package} | {packages[package] / 1e3:.0f} |")
 
 
-def table(found: dict[Path, Sequence[Start]]) -> None:
+def table(found: Mapping[Path, Sequence[Start]]) -> None:
     print("| checkout | server ready, s | first token, s | CPU, s | first token, of the last |")
     print("|---|---:|---:|---:|---:|")
     medians = {

@@ -41,21 +41,17 @@ void dots(const Problem& p, const uint8_t* weight, int64_t outputs) {
   }
 }
 
-// Rows of a packed weight, those behind the last one like it.
 template <class Form>
-struct PackedRows {
-  const uint8_t* rows;
-  int64_t count, inputs;
-
-  int64_t row_bytes() const { return packed::stored_bytes<Form>(inputs); }
-  void panel(float* to, int64_t output, int64_t input, int64_t depth) const {
+struct PackedRows : gemm::Weight {
+  using gemm::Weight::Weight;
+  void panel(float* to, int64_t output, int64_t input, int64_t depth) const override {
     constexpr int RUNS = Form::ELEMENTS / packed::RUN, BLOCKS = packed::CHUNK / RUNS;
     const int64_t blocks = depth / Form::ELEMENTS;
     for (int v = 0; v < gemm::VECTORS; v++) {
       const uint8_t* from[W];
       for (int o = 0; o < W; o++)
-        from[o] = rows + std::min(output + v * W + o, count - 1) * row_bytes() +
-                  packed::stored_bytes<Form>(input);
+        from[o] = (const uint8_t*)rows + packed::stored_bytes<Form>(input) +
+                  std::min<int64_t>(output + v * W + o, count - 1) * row_bytes;
       float scales[W][packed::CHUNK * Form::SCALES + W];
       float* column = to + v * W;
       for (int64_t first = 0; first < blocks; first += BLOCKS) {
@@ -102,7 +98,8 @@ void kvtide_packed_linear(float* y, const float* x, const uint8_t* weight, const
   packed::with_form(form, [&](auto known) {
     using Form = decltype(known);
     if (rows > FEW)
-      return gemm::linear(p, PackedRows<Form>{weight, outputs, inputs}, threads);
+      return gemm::linear(
+          p, PackedRows<Form>(weight, packed::stored_bytes<Form>(inputs), outputs), threads);
     in_pieces(outputs, threads, [&](int64_t begin, int64_t end) {
       packed_between<Form>(p, weight, begin, end);
     });
