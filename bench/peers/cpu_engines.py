@@ -1,7 +1,7 @@
 """Another CPU engine in process and kvtide behind HTTP over one model, turn by turn.
 
-Beside vLLM, the model is a random Llama of SmolLM2-135M's shape in fp32. Beside llama.cpp, it is
-the default model's GGUF file. Both engines cache prefixes, decode greedily and get token ids. A
+Beside vLLM, the model is a random one in fp32 of a family (`cpu_models.py`). Beside llama.cpp, it
+is the default model's GGUF file. Both engines cache prefixes, decode greedily and get token ids. A
 decode rate is that of 32 further tokens of prompts that are cached.
 """
 
@@ -23,29 +23,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from cpu_models import FAMILIES, VOCABULARY, write_model
+
 VLLM = "0.32.0"
 LLAMA_CPP = "2026.10.11549"
 """Of `xllamacpp`, which brings llama.cpp as a wheel."""
-VOCABULARY = 49152
-CONFIG: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 576,
-    "intermediate_size": 1536,
-    "num_hidden_layers": 30,
-    "num_attention_heads": 9,
-    "num_key_value_heads": 3,
-    "head_dim": 64,
-    "vocab_size": VOCABULARY,
-    "max_position_embeddings": 8192,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 100000.0,
-    "tie_word_embeddings": True,
-    "hidden_act": "silu",
-    "torch_dtype": "float32",
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
 ROWS = (
     "new prompt of 1,024 tokens, s",
     "64 new tokens after 1,024 cached, s",
@@ -142,7 +124,7 @@ def peer_figures(peer: str, model: Path, repetitions: int) -> list[float]:
     given = [*command, "--repetitions", str(repetitions)]
     done = subprocess.run(given, env=environment, capture_output=True, text=True)
     if done.returncode:
-        raise SystemExit(done.stderr[-2000:])
+        raise SystemExit(f"{PEERS[peer][0]} does not run this model: {done.stderr[-2000:]}")
     figures: list[float] = json.loads(done.stdout.splitlines()[-1])
     return figures
 
@@ -201,39 +183,13 @@ PEERS: dict[str, tuple[str, Callable[[Path], Generate]]] = {
 # -- the table -----------------------------------------------------------------------------------
 
 
-def model_for(peer: str, folder: Path) -> Path:
+def model_for(peer: str, family: str, folder: Path) -> Path:
     if peer == "llama.cpp":
         from kvtide.models.default_model import default_model
 
         return default_model()
-    write_model(folder)
+    write_model(family, folder)
     return folder
-
-
-def write_model(folder: Path) -> None:
-    import torch
-    from safetensors.torch import save_file
-
-    (folder / "config.json").write_text(json.dumps(CONFIG))
-    generator, weights = torch.Generator().manual_seed(0), {}
-
-    def add(name: str, *shape: int) -> None:
-        made = torch.randn(shape, generator=generator) * 0.04
-        weights[f"model.{name}.weight"] = made if len(shape) > 1 else torch.ones(shape)
-
-    hidden, inner, kv = 576, 1536, 192
-    add("embed_tokens", VOCABULARY, hidden)
-    add("norm", hidden)
-    for layer in range(30):
-        base = f"layers.{layer}"
-        for name, rows in (("q", hidden), ("k", kv), ("v", kv), ("o", hidden)):
-            add(f"{base}.self_attn.{name}_proj", rows, hidden)
-        for name in ("gate", "up"):
-            add(f"{base}.mlp.{name}_proj", inner, hidden)
-        add(f"{base}.mlp.down_proj", hidden, inner)
-        for name in ("input_layernorm", "post_attention_layernorm"):
-            add(f"{base}.{name}", hidden)
-    save_file(weights, folder / "model.safetensors", {"format": "pt"})
 
 
 def shown(peer: str, figures: Sequence[Sequence[float]]) -> Iterator[str]:
@@ -253,6 +209,7 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=2, help="runs of each engine (2)")
     parser.add_argument("--repetitions", type=int, default=3, help="in a run (3)")
     parser.add_argument("--beside", choices=PEERS, default="vllm", help="which engine (vllm)")
+    parser.add_argument("--family", choices=FAMILIES, default="llama", help="beside vLLM (llama)")
     parser.add_argument("--in-peer", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.in_peer is not None:
@@ -261,7 +218,7 @@ def main() -> None:
         os._exit(0)
     figures = []
     with tempfile.TemporaryDirectory() as temporary:
-        model = model_for(given.beside, Path(temporary))
+        model = model_for(given.beside, given.family, Path(temporary))
         for _ in range(given.turns):
             figures.append(peer_figures(given.beside, model, given.repetitions))
             with kvtide(model) as generate:

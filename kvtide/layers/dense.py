@@ -130,7 +130,7 @@ class GatedMLP:
         return self.gate_up
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self.gated(*self.gate_up(x).chunk(2, dim=-1))
+        return self.ops.gated_mlp(x, self.gate_up, self.down, self.activation, self.limit)
 
     def gated(self, gate: Tensor, up: Tensor) -> Tensor:
         return self.down(self.ops.gated(gate, up, self.activation, self.limit))
@@ -159,7 +159,8 @@ class Embedding:
 
     def __call__(self, tokens: Tensor) -> Tensor:
         if isinstance(self.held, PackedWeight):
-            return self.arithmetic.unpacked(self.held.take(tokens))
+            rows = self.arithmetic.unpacked(self.held.take(tokens.flatten()))
+            return rows.view(*tokens.shape, self.held.inputs)
         if self.ranks.count == 1:
             return functional.embedding(tokens, self.held)
         local = tokens - self.ranks.rank * len(self.held)

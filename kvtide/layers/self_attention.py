@@ -11,7 +11,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvtide.layers.backend.kernel_args import AttentionParams, QKVParams
+from kvtide.layers.backend.kernel_args import AttentionParams, AttentionParts, QKVParams
 from kvtide.layers.blueprint import Blueprint
 from kvtide.layers.dense import Linear
 from kvtide.layers.elementwise import sigmoid
@@ -52,22 +52,20 @@ class Attention:
         sinks = blueprint.tensor("sinks", torch.float32) if blueprint.has("sinks") else None
         sinks = None if sinks is None else blueprint.shard(sinks)
         self.how = AttentionParams(scale or self.head_dim**-0.5, self.place.window, sinks, cap)
+        self.parts = AttentionParts(self.qkv, self.out, self.preparing, self.how)
 
     def projection(self, blueprint: Blueprint) -> Linear:
         """Queries, keys and values, side by side."""
         return blueprint.columns("q_proj", "k_proj", "v_proj", unit=self.head_dim)
 
     def __call__(self, x: Tensor, run: ForwardPass) -> Tensor:
-        by_head = self.qkv(x).view(len(x), -1, self.head_dim)
-        return self.out(self.attended(by_head, run))
+        return self.ops.self_attention(run, self.place, x, self.parts, self.cos_sin(run))
 
-    def attended(self, by_head: Tensor, run: ForwardPass) -> Tensor:
-        """The outputs of all heads, side by side: (tokens, heads · dim)."""
-        cos_sin = None
-        if (rope := self.rope) is not None:
-            cos_sin = run.shared(rope, lambda: self.arithmetic.rowwise(rope, run.positions))
-        queries, kept = self.ops.qkv_write(run, self.place, by_head, cos_sin, self.preparing)
-        return self.ops.paged_attention(run, self.place, queries, kept, self.how).flatten(1)
+    def cos_sin(self, run: ForwardPass) -> Tensor | None:
+        """What the rotation of the step's positions takes."""
+        if (rope := self.rope) is None:
+            return None
+        return run.shared(rope, lambda: self.arithmetic.rowwise(rope, run.positions))
 
 
 class GatedAttention(Attention):
@@ -93,7 +91,10 @@ class GatedAttention(Attention):
         by_head = self.qkv(x).view(len(x), -1, self.head_dim)
         heads = (by_head.shape[1] - 2 * self.kv_heads) // 2
         attending, gates = by_head.split((heads + 2 * self.kv_heads, heads), dim=1)
-        attended = self.attended(attending, run)
+        queries, kept = self.ops.qkv_write(
+            run, self.place, attending, self.cos_sin(run), self.preparing
+        )
+        attended = self.ops.paged_attention(run, self.place, queries, kept, self.how).flatten(1)
         opened = self.arithmetic.rowwise(sigmoid, gates.flatten(1))
         return self.out(attended * opened.to(x.dtype))
 

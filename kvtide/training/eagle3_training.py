@@ -145,7 +145,7 @@ class DraftTraining:
         """The target's token of each of the draft's."""
         if self._vocabulary is not None:
             return self._vocabulary
-        return torch.arange(len(self.target.head.weight), device=self._device)
+        return torch.arange(self.target.head.tokens, device=self._device)
 
     def run(
         self,

@@ -18,7 +18,7 @@ from kvtide.planner import workloads
 PEERS = Path(__file__).parents[2] / "bench" / "peers"
 COMMANDS = (
     *("run", "index", "index_memory", "hit_rate", "file_store", "vllm_cpu", "vllm_tier"),
-    "transformers_cache",
+    *("llama_cpp", "transformers_cache"),
 )
 
 

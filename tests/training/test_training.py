@@ -234,6 +234,14 @@ def test_training_lowers_the_loss_and_publishes_a_draft(saved: Path, tmp_path: P
     assert not (tmp_path / "x").exists()
 
 
+def test_a_target_in_16_bits_is_trained_for(tmp_path: Path) -> None:
+    """Its weights stay packed on a CPU that has a compiler, also while the draft is trained."""
+    copy.deepcopy(oracle("llama")).bfloat16().save_pretrained(tmp_path / "target")
+    target = open_target(tmp_path / "target", ASKED, CPU)
+    result = train_draft(target, text(), options(2), tmp_path / "draft", silent)
+    assert result.last.number == 2 and result.last.loss > 0
+
+
 @pytest.fixture(scope="module")
 def first(saved: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A trained draft, to go on from."""

@@ -8,11 +8,12 @@ these values.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from kvtide.layers.backend.packed_weight import Weight
 from kvtide.layers.elementwise import Activation, sigmoid, swish
 from kvtide.layers.forward import ForwardPass, Place
 from kvtide.layers.rope import Rope
@@ -26,6 +27,21 @@ class Norm(NamedTuple):
 
     weight: Tensor
     eps: float
+
+
+class Projection(Protocol):
+    """A linear layer. `ranks` are those that hold a shard of its inputs."""
+
+    @property
+    def held(self) -> Weight: ...
+
+    @property
+    def bias(self) -> Tensor | None: ...
+
+    @property
+    def ranks(self) -> TensorRanks: ...
+
+    def __call__(self, x: Tensor) -> Tensor: ...
 
 
 # -- attention -----------------------------------------------------------------------------------
@@ -112,6 +128,16 @@ class ScanParams:
     decay: Tensor
     skip: Tensor
     dt_limits: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AttentionParts:
+    """Attention by head between the projections before and behind it."""
+
+    qkv: Projection
+    out: Projection
+    preparing: QKVParams
+    how: AttentionParams
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ from torch import Tensor
 from kvtide.layers.backend.arithmetic import Arithmetic
 from kvtide.layers.backend.kernel_args import (
     AttentionParams,
+    AttentionParts,
     CompressedStream,
     ConvWeights,
     DeltaGates,
@@ -26,6 +27,7 @@ from kvtide.layers.backend.kernel_args import (
     FixedExperts,
     GatedNorm,
     Norm,
+    Projection,
     QKVParams,
     Routing,
     RoutingRule,
@@ -71,6 +73,17 @@ class Ops(ABC):
 
         Neither factor exceeds the limit.
         """
+
+    @abstractmethod
+    def gated_mlp(
+        self,
+        x: Tensor,
+        gate_up: Projection,
+        down: Projection,
+        activation: Activation,
+        limit: float | None = None,
+    ) -> Tensor:
+        """`gated` between two projections, of which the first gives both factors side by side."""
 
     @abstractmethod
     def linear_parts(self, x: Tensor, weight: Tensor, widths: Sequence[int]) -> Sequence[Tensor]:
@@ -124,6 +137,17 @@ class Ops(ABC):
         self, run: ForwardPass, place: Place, queries: Tensor, kept: Fields, how: AttentionParams
     ) -> Tensor:
         """Attention of queries (tokens, heads, dim) over pages, and over what the step wrote."""
+
+    @abstractmethod
+    def self_attention(
+        self,
+        run: ForwardPass,
+        place: Place,
+        x: Tensor,
+        parts: AttentionParts,
+        cos_sin: Tensor | None,
+    ) -> Tensor:
+        """`qkv_write` and `paged_attention` between two projections."""
 
     @abstractmethod
     def mla_attention(

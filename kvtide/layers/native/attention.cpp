@@ -7,6 +7,7 @@
 #include <cmath>
 #include <vector>
 
+#include "calls.h"
 #include "vectors.h"
 
 namespace {
@@ -18,29 +19,6 @@ constexpr int MANY_ROWS = 2 * 6;      // More read values often enough to have t
 constexpr float HIDDEN = -3e38f, NOTHING = -1e30f;
 
 }  // namespace
-
-extern "C" {
-
-// A vector of every token, by head: in pages, and of the step's new tokens. Strides are in bytes.
-struct Kept {
-  const char *pages, *fresh;
-  int64_t slot_stride, entry_stride, fresh_stride;
-  int32_t page_type, fresh_type;
-  int32_t dim, unused;
-};
-
-struct Attention {
-  float* out;
-  const float* queries;  // (tokens, heads, dims of keys)
-  const int32_t* rows;   // (sequences, 3): first row, end row, tokens before the step
-  const int32_t* slots;  // (sequences, table_width)
-  const float* sinks;
-  Kept key, key_rest, value;  // A key is `key` and then `key_rest`, which may have no dims.
-  int64_t table_width, sequences;
-  int32_t heads, kv_heads, page_tokens, window, threads, unused;
-  float scale, cap;
-};
-}
 
 namespace {
 
@@ -433,7 +411,7 @@ void join(const Attention& a, const Shape& shape, int64_t sequence, int64_t begi
 }  // namespace
 
 // Whether all keys were resident.
-extern "C" int kvtide_attention(const Attention* given) {
+int kvtide_attention(const Attention* given) {
   const Attention& a = *given;
   const Shape shape(a);
   std::vector<Piece> pieces;

@@ -1,4 +1,4 @@
-"""The C functions of the native kernels, and the structures that they take."""
+"""The C functions of the native kernels, and the structures that they take, as in `calls.h`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FORMS = {
 
 
 class Kept(Structure):
-    """A vector of every token, in pages and of the step: `attention.cpp` has its fields."""
+    """A vector of every token, in pages and of the step."""
 
     _fields_: ClassVar = [
         *((name, c_void_p) for name in ("pages", "fresh")),
@@ -31,8 +31,6 @@ class Kept(Structure):
 
 
 class AttentionCall(Structure):
-    """One call of attention: `attention.cpp` has its fields."""
-
     _fields_: ClassVar = [
         *((name, c_void_p) for name in ("out", "queries", "rows", "slots", "sinks")),
         *((name, Kept) for name in ("key", "key_rest", "value")),
@@ -44,17 +42,52 @@ class AttentionCall(Structure):
 
 
 class HeadsCall(Structure):
-    """One call of `kvtide_heads`: `rows.cpp` has its fields."""
-
     _fields_: ClassVar = [
-        *((name, c_void_p) for name in ("queries", "keys", "by_head", "cos_sin")),
+        *((name, c_void_p) for name in ("queries", "keys", "values", "by_head", "cos_sin")),
         *((name, c_void_p) for name in ("query_norm", "key_norm", "key_pages", "value_pages")),
         *((name, c_void_p) for name in ("rows", "owners", "slots")),
         *((name, c_int64) for name in ("token_stride", "slot_stride", "entry_stride")),
         *((name, c_int64) for name in ("table_width", "tokens")),
         *((name, c_int32) for name in ("heads", "kv_heads", "dim", "pairs", "page_tokens")),
-        ("threads", c_int32),
+        *((name, c_int32) for name in ("threads", "page_type")),
         *((name, c_float) for name in ("query_eps", "key_eps", "key_gain")),
+    ]
+
+
+class WeightRows(Structure):
+    _fields_: ClassVar = [("data", c_void_p), ("count", c_int64), ("form", c_int64)]
+
+
+class ProjectionCall(Structure):
+    _fields_: ClassVar = [
+        ("runs", POINTER(WeightRows)),
+        ("bias", c_void_p),
+        *((name, c_int64) for name in ("run_count", "inputs", "outputs")),
+    ]
+
+
+class GatedMLPCall(Structure):
+    _fields_: ClassVar = [
+        *((name, ProjectionCall) for name in ("gate_up", "down")),
+        ("activation", c_int64),
+    ]
+
+
+class SelfAttentionCall(Structure):
+    _fields_: ClassVar = [
+        *((name, ProjectionCall) for name in ("qkv", "out")),
+        ("heads", HeadsCall),
+        ("attention", AttentionCall),
+    ]
+
+
+class StepTables(Structure):
+    """What all layers of a step have alike."""
+
+    _fields_: ClassVar = [
+        *((name, c_void_p) for name in ("cos_sin", "rows", "owners", "slots")),
+        *((name, c_int64) for name in ("table_width", "sequences", "tokens", "pairs")),
+        ("threads", c_int64),
     ]
 
 
@@ -74,6 +107,8 @@ class Functions:
     """The library's functions, with the types of their arguments."""
 
     attention: Any
+    self_attention: Any
+    gated_mlp: Any
     linear: Any
     packed_linear: Any
     unpack: Any
@@ -88,6 +123,12 @@ class Functions:
         p, n, i, f = c_void_p, c_int64, c_int, c_float
         return cls(
             attention=_typed(library.kvtide_attention, c_int, POINTER(AttentionCall)),
+            self_attention=_typed(
+                library.kvtide_self_attention,
+                c_int,
+                *(POINTER(SelfAttentionCall), POINTER(StepTables), p, p),
+            ),
+            gated_mlp=_typed(library.kvtide_gated_mlp, None, POINTER(GatedMLPCall), p, p, n, i),
             linear=_typed(library.kvtide_linear, None, p, p, p, p, n, n, n, i),
             packed_linear=_typed(library.kvtide_packed_linear, None, *[p] * 4, i, *[n] * 4, i),
             unpack=_typed(library.kvtide_unpack, None, p, p, i, n, n, i),

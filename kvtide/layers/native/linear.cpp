@@ -1,5 +1,7 @@
 #include "linear.h"
 
+#include "calls.h"
+#include "gemm.h"
 #include "vectors.h"
 
 namespace {
@@ -9,6 +11,7 @@ constexpr int ROWS = 8, OUTPUTS = 3;
 #else
 constexpr int ROWS = 4, OUTPUTS = 2;
 #endif
+constexpr int FEW = 16;             // More rows are worth panels.
 constexpr int AHEAD = 2 * OUTPUTS;  // Outputs whose weights are fetched early.
 
 template <int R, int O>
@@ -57,6 +60,28 @@ inline void last_rows(const Problem& p, int64_t row, int64_t begin, int64_t end)
   if constexpr (R > 1) last_rows<R - 1>(p, row, begin, end);
 }
 
+// Rows of floats, those behind the last one like it.
+struct Floats : gemm::Weight {
+  using Weight::Weight;
+  void panel(float* to, int64_t output, int64_t input, int64_t depth) const override {
+    for (int v = 0; v < gemm::VECTORS; v++)
+      for (int64_t k = 0; k < depth; k += W) {
+        Vec square[W];
+        for (int o = 0; o < W; o++) {
+          const int64_t row = std::min<int64_t>(output + v * W + o, count - 1);
+          const float* from = (const float*)(rows + row * row_bytes) + input + k;
+          if (depth - k >= W) {
+            square[o] = load(from);
+          } else {
+            square[o] = Vec{};
+            __builtin_memcpy(&square[o], from, (depth - k) * 4);
+          }
+        }
+        gemm::transposed(square, to + k * gemm::OUTPUTS + v * W, depth - k);
+      }
+  }
+};
+
 }  // namespace
 
 // Rows outside, so that a tile of them stays in the first cache, and the weights in the second.
@@ -66,9 +91,10 @@ void outputs_between(const Problem& p, int64_t begin, int64_t end) {
   if (row < p.rows) last_rows<ROWS - 1>(p, row, begin, end);
 }
 
-extern "C" void kvtide_linear(float* y, const float* x, const float* weight, const float* bias,
-                              int64_t rows, int64_t outputs, int64_t inputs, int threads) {
+void kvtide_linear(float* y, const float* x, const float* weight, const float* bias, int64_t rows,
+                   int64_t outputs, int64_t inputs, int threads) {
   const Problem p = {y, x, weight, bias, rows, outputs, inputs, inputs, outputs};
+  if (rows > FEW) return gemm::linear(p, Floats(weight, inputs * 4, outputs), threads);
   in_pieces(outputs, threads,
             [&](int64_t begin, int64_t end) { outputs_between(p, begin, end); });
 }

@@ -2,38 +2,31 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator
-from functools import cached_property
-
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from kvtide.layers.backend.arithmetic import Batched
-from kvtide.layers.backend.packed_weight import PackedRows, PackedWeight
+from kvtide.layers.backend.packed_weight import PackedWeight
 from kvtide.layers.native.c_functions import FORMS, Functions
 
-FEW_ROWS = 64
-"""More rows go to torch's GEMM, which divides its work better."""
-STRIP_ELEMENTS = 1 << 20
-"""Of a packed weight that are unpacked for a GEMM at a time."""
+MOST_ROWS = 256
+"""More rows of weights in fp32 go to torch's GEMM."""
 
 
 class NativeArithmetic(Batched):
-    """Few rows are multiplied by native kernels, more by torch's GEMM."""
+    """Weights in fp32 take torch's GEMM for many rows; packed ones always take native kernels."""
 
     packed_forms = FORMS.keys()
 
     def __init__(self, functions: Functions) -> None:
         self._linear, self._packed_linear = functions.linear, functions.packed_linear
         self._unpack = functions.unpack
-        self._scratch = _Scratch()
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         shape = x.shape
         if (
-            shape[0] > FEW_ROWS
+            shape[0] > MOST_ROWS
             or x.dtype is not torch.float32
             or weight.dtype is not torch.float32
             or len(shape) != 2
@@ -59,14 +52,8 @@ class NativeArithmetic(Batched):
     def packed_linear(self, x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
         rows, inputs = x.shape
         assert inputs == weight.inputs, f"{inputs} inputs for a weight of {weight.inputs}"
-        outputs = len(weight)
+        x, first, outputs = x.contiguous(), 0, len(weight)
         out = x.new_empty(rows, outputs)
-        if rows > FEW_ROWS:
-            for strip, first in _strips(weight):
-                numbers = self._numbers(strip, self._scratch.floats)
-                torch.mm(x, numbers.T, out=out[:, first : first + len(strip)])
-            return out if bias is None else out.add_(bias)
-        x, first = x.contiguous(), 0
         for run in weight.runs:
             self._packed_linear(
                 out.data_ptr() + first * out.element_size(),
@@ -84,11 +71,7 @@ class NativeArithmetic(Batched):
         return out
 
     def unpacked(self, weight: PackedWeight) -> Tensor:
-        return self._numbers(weight, torch.empty(len(weight) * weight.inputs))
-
-    def _numbers(self, weight: PackedWeight, room: Tensor) -> Tensor:
-        """A weight's numbers, at the beginning of this room."""
-        out, first = room[: len(weight) * weight.inputs].view(-1, weight.inputs), 0
+        out, first = torch.empty(len(weight), weight.inputs), 0
         for run in weight.runs:
             self._unpack(
                 out[first:].data_ptr(),
@@ -100,21 +83,3 @@ class NativeArithmetic(Batched):
             )
             first += run.count
         return out
-
-
-class _Scratch(threading.local):
-    """Every thread's room for a strip of a weight: new memory would cost a fault for each page."""
-
-    @cached_property
-    def floats(self) -> Tensor:
-        return torch.empty(STRIP_ELEMENTS)
-
-
-def _strips(weight: PackedWeight) -> Iterator[tuple[PackedWeight, int]]:
-    """Rows of a packed weight that fit into the cache when they are unpacked, and the first's
-    number."""
-    first, step = 0, STRIP_ELEMENTS // weight.inputs
-    for run in weight.runs:
-        for data in run.data.split(step):
-            yield PackedWeight(weight.inputs, (PackedRows(run.form, data),)), first
-            first += data.shape[0]

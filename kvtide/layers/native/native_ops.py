@@ -1,12 +1,10 @@
 """The operations of layers by native kernels where they have one, else by the torch references.
 
-A kernel takes fp32. Keys and values may also lie in pages in 16 bits. Pools in eight bits, pools
+A kernel takes fp32. Keys and values may lie in pages in 16 bits. Pools in eight bits, pools
 that live on the host, and entries of several tokens go to the references.
 """
 
 from __future__ import annotations
-
-from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -14,9 +12,11 @@ from torch.nn import functional
 
 from kvtide.layers.backend.kernel_args import (
     AttentionParams,
+    AttentionParts,
     ConvWeights,
     DeltaGates,
     Norm,
+    Projection,
     QKVParams,
     ScanParams,
 )
@@ -29,8 +29,18 @@ from kvtide.layers.native.c_functions import (
     AttentionCall,
     Functions,
     HeadsCall,
-    Kept,
     States,
+    StepTables,
+)
+from kvtide.layers.native.layer_calls import (
+    MLPCalls,
+    NativeLayer,
+    attention_call,
+    heads_call,
+    point_to,
+    rows_at_most,
+    set_params,
+    whereabouts,
 )
 from kvtide.layers.native.native_arithmetic import NativeArithmetic
 from kvtide.layers.packing import Fields
@@ -41,38 +51,12 @@ SHORT_TOKENS = 4
 _GATINGS: dict[Activation, int] = {swish: 0, gelu_tanh: 1}
 
 
-class _Layer:
-    """What every call for one place has alike: filled once, copied and completed for a call.
-
-    The first call's new keys and values stand for those of all calls: dtypes and strides of heads
-    do not change.
-    """
-
-    def __init__(self, place: Place, view: Mapping[str, Tensor]) -> None:
-        self.place, self.at = place, _whereabouts(view)
-        self.how: QKVParams | None = None
-        self.heads: HeadsCall | None = None
-        self.attention: AttentionCall | None = None
-        pool = place.pool
-        self.readable = (
-            pool.hot is None
-            and pool.tokens_per_entry == 1
-            and pool.entry.encoding is Encoding.PLAIN
-            and all(field.dtype in TYPES for field in view.values())
-        )
-
-
-def _whereabouts(view: Mapping[str, Tensor]) -> tuple[object, ...]:
-    """Addresses, not tensors: a model must keep no pages."""
-    field = next(iter(view.values()))
-    return field.data_ptr(), *field.stride()[:2], field.dtype
-
-
 class NativeOps(TorchOps):
     def __init__(self, functions: Functions) -> None:
         super().__init__(NativeArithmetic(functions))
         self._functions = functions
-        self._layers: dict[int, _Layer] = {}
+        self._layers: dict[int, NativeLayer] = {}
+        self._mlps = MLPCalls()
 
     # -- single rows -----------------------------------------------------------------------------
 
@@ -123,6 +107,25 @@ class NativeOps(TorchOps):
         )
         return out
 
+    def gated_mlp(
+        self,
+        x: Tensor,
+        gate_up: Projection,
+        down: Projection,
+        activation: Activation,
+        limit: float | None = None,
+    ) -> Tensor:
+        """In one call; the sums are those of the calls that it is made of."""
+        kind, call = _GATINGS.get(activation), None
+        if kind is not None and limit is None and _is_matrix(x):
+            call = self._mlps.of(gate_up, down, kind)
+        if call is None or len(x) > rows_at_most(gate_up, down):
+            return super().gated_mlp(x, gate_up, down, activation, limit)
+        out = x.new_empty(len(x), call.down.outputs)
+        threads = torch.get_num_threads()
+        self._functions.gated_mlp(call, out.data_ptr(), x.data_ptr(), len(x), threads)
+        return out
+
     # -- attention -------------------------------------------------------------------------------
 
     def qkv_write(
@@ -135,25 +138,25 @@ class NativeOps(TorchOps):
     ) -> tuple[Tensor, Fields]:
         layer, pairs = self._layer(run, place), 0 if cos_sin is None else cos_sin.shape[-1]
         tokens, all_heads, dim = by_head.shape
-        view = run.step.view(place.pool.name, place.layer)
-        k, v = view["k"], view["v"]
         whole = _is_plain(by_head) and by_head.stride()[1:] == (dim, 1)
-        same = k.dtype is torch.float32 and k.shape == v.shape
-        if not (layer.readable and whole and same):
+        if not (layer.by_head and whole):
             return super().qkv_write(run, place, by_head, cos_sin, how)
+        heads = all_heads - 2 * how.kv_heads
         if layer.heads is None or layer.how is not how:
-            layer.how, layer.heads = how, _heads(view, by_head, how, run.step.page_tokens)
+            view = run.step.view(place.pool.name, place.layer)
+            layer.how, layer.heads = how, heads_call(view, heads, how, run.step.page_tokens)
         tables = _tables(run, place.anchor)
-        queries = by_head.new_empty(tokens, all_heads - 2 * how.kv_heads, dim)
-        keys = by_head.new_empty(tokens, how.kv_heads, dim)
+        queries = by_head.new_empty(tokens, heads, dim)
+        keys, values = by_head.new_empty(2, tokens, how.kv_heads, dim)
         call = HeadsCall.from_buffer_copy(layer.heads)
         call.queries, call.keys = queries.data_ptr(), keys.data_ptr()
+        call.values = values.data_ptr()
         call.by_head, call.token_stride = by_head.data_ptr(), by_head.stride(0)
         call.cos_sin = None if cos_sin is None else cos_sin.data_ptr()
         call.rows, call.owners, call.slots, call.table_width, _ = tables
         call.pairs, call.tokens, call.threads = pairs, tokens, torch.get_num_threads()
         self._functions.heads(call)
-        return queries, {"k": keys, "v": by_head[:, all_heads - how.kv_heads :]}
+        return queries, {"k": keys, "v": values}
 
     def paged_attention(
         self, run: ForwardPass, place: Place, queries: Tensor, kept: Fields, how: AttentionParams
@@ -162,6 +165,27 @@ class NativeOps(TorchOps):
         if not layer.readable or not _fits(queries, k, v):
             return super().paged_attention(run, place, queries, kept, how)
         return self._attend(run, layer, queries, (("k", k), ("v", v)), how)
+
+    def self_attention(
+        self,
+        run: ForwardPass,
+        place: Place,
+        x: Tensor,
+        parts: AttentionParts,
+        cos_sin: Tensor | None,
+    ) -> Tensor:
+        """In one call; the sums are those of the calls that it is made of."""
+        layer, call = self._layer(run, place), None
+        if _is_matrix(x) and len(x) <= rows_at_most(parts.qkv, parts.out):
+            view = run.step.view(place.pool.name, place.layer)
+            call = layer.of_parts(view, parts, run.step.page_tokens)
+        if call is None:
+            return super().self_attention(run, place, x, parts, cos_sin)
+        out = x.new_empty(len(x), call.out.outputs)
+        step = _step_tables(run, place.anchor, cos_sin)
+        resident = self._functions.self_attention(call, step, out.data_ptr(), x.data_ptr())
+        assert resident, f"pool {place.pool.name}: tokens are needed and not resident"
+        return out
 
     def mla_attention(
         self,
@@ -178,17 +202,17 @@ class NativeOps(TorchOps):
             return super().mla_attention(run, place, queries, kept, how, selected)
         return self._attend(run, layer, queries, ours, how)
 
-    def _layer(self, run: ForwardPass, place: Place) -> _Layer:
+    def _layer(self, run: ForwardPass, place: Place) -> NativeLayer:
         """A view lies where it is while an engine lives; a model may serve one after another."""
         view, known = run.step.view(place.pool.name, place.layer), self._layers.get(id(place))
-        if known is None or known.at != _whereabouts(view):
-            known = self._layers[id(place)] = _Layer(place, view)
+        if known is None or known.at != whereabouts(view):
+            known = self._layers[id(place)] = NativeLayer(place, view)
         return known
 
     def _attend(
         self,
         run: ForwardPass,
-        layer: _Layer,
+        layer: NativeLayer,
         queries: Tensor,
         fresh: tuple[tuple[str, Tensor], ...],
         how: AttentionParams,
@@ -196,7 +220,9 @@ class NativeOps(TorchOps):
         """`fresh` are the step's own vectors by field: keys, in one or two parts, and values."""
         if layer.attention is None:
             view = run.step.view(layer.place.pool.name, layer.place.layer)
-            layer.attention = _attention(view, fresh, queries.shape[1], run.step.page_tokens)
+            heads = queries.shape[1], fresh[0][1].shape[1]
+            names = [name for name, _ in fresh]
+            layer.attention = attention_call(view, names, *heads, run.step.page_tokens)
         wide = queries if queries.dtype is torch.float32 else queries.float()
         wide = wide.contiguous()
         out = wide.new_empty(*queries.shape[:2], fresh[-1][1].shape[-1])
@@ -205,12 +231,11 @@ class NativeOps(TorchOps):
         call.rows, _, call.slots, call.table_width, call.sequences = _tables(
             run, layer.place.anchor
         )
-        call.sinks = None if how.sinks is None else how.sinks.data_ptr()
-        call.window, call.scale, call.cap = how.window or 0, how.scale, how.cap or 0.0
-        _point_to(call.key, fresh[0][1])
-        _point_to(call.value, fresh[-1][1])
+        set_params(call, how)
+        point_to(call.key, fresh[0][1])
+        point_to(call.value, fresh[-1][1])
         if len(fresh) == 3:
-            _point_to(call.key_rest, fresh[1][1])
+            point_to(call.key_rest, fresh[1][1])
         call.threads = torch.get_num_threads()
         resident = self._functions.attention(call)
         assert resident, f"pool {layer.place.pool.name}: tokens are needed and not resident"
@@ -314,57 +339,29 @@ def _tables(run: ForwardPass, anchor: str) -> tuple[int, int, int, int, int]:
     return run.shared(("native tables", anchor), found)
 
 
-def _heads(
-    view: Mapping[str, Tensor], by_head: Tensor, how: QKVParams, page_tokens: int
-) -> HeadsCall:
-    k, query_norm, key_norm = view["k"], how.query_norm, how.key_norm
-    return HeadsCall(
-        query_norm=None if query_norm is None else query_norm.weight.data_ptr(),
-        key_norm=None if key_norm is None else key_norm.weight.data_ptr(),
-        key_pages=k.data_ptr(),
-        value_pages=view["v"].data_ptr(),
-        slot_stride=k.stride(0) * k.element_size(),
-        entry_stride=k.stride(1) * k.element_size(),
-        heads=by_head.shape[1] - 2 * how.kv_heads,
-        kv_heads=how.kv_heads,
-        dim=by_head.shape[2],
-        page_tokens=page_tokens,
-        query_eps=0.0 if query_norm is None else query_norm.eps,
-        key_eps=0.0 if key_norm is None else key_norm.eps,
-        key_gain=how.key_gain,
-    )
+def _step_tables(run: ForwardPass, anchor: str, cos_sin: Tensor | None) -> StepTables:
+    """Of layers with this anchor and this rotation."""
+
+    def made() -> tuple[StepTables, Tensor | None]:
+        rows, owners, slots, width, sequences = _tables(run, anchor)
+        tables = StepTables(
+            cos_sin=None if cos_sin is None else cos_sin.data_ptr(),
+            rows=rows,
+            owners=owners,
+            slots=slots,
+            table_width=width,
+            sequences=sequences,
+            tokens=len(run.positions),
+            pairs=0 if cos_sin is None else cos_sin.shape[-1],
+            threads=torch.get_num_threads(),
+        )
+        return tables, cos_sin
+
+    return run.shared(("native step", anchor, id(cos_sin)), made)[0]
 
 
-def _attention(
-    view: Mapping[str, Tensor], fresh: tuple[tuple[str, Tensor], ...], heads: int, page_tokens: int
-) -> AttentionCall:
-    fields = [_kept(view[name]) for name, _ in fresh]
-    return AttentionCall(
-        key=fields[0],
-        key_rest=fields[1] if len(fields) == 3 else Kept(),
-        value=fields[-1],
-        heads=heads,
-        kv_heads=fresh[0][1].shape[1],
-        page_tokens=page_tokens,
-    )
-
-
-def _kept(pages: Tensor) -> Kept:
-    """A field of pages (slots, entries, *shape)."""
-    size = pages.element_size()
-    return Kept(
-        pages=pages.data_ptr(),
-        slot_stride=pages.stride(0) * size,
-        entry_stride=pages.stride(1) * size,
-        page_type=TYPES[pages.dtype],
-        dim=pages.shape[-1],
-    )
-
-
-def _point_to(field: Kept, fresh: Tensor) -> None:
-    """To the step's vectors (tokens, heads, dim)."""
-    field.fresh, field.fresh_type = fresh.data_ptr(), TYPES[fresh.dtype]
-    field.fresh_stride = fresh.stride(0) * fresh.element_size()
+def _is_matrix(x: Tensor) -> bool:
+    return x.dtype is torch.float32 and x.dim() == 2 and x.is_contiguous() and x.numel() > 0
 
 
 def _is_short(run: ForwardPass) -> bool:

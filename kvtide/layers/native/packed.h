@@ -52,6 +52,14 @@ inline IVec halves(const void* p) { return integers<HVec>(p); }
 
 inline Vec floats(IVec v) { return __builtin_convertvector(v, Vec); }
 
+// Of 16 bits each, as in `half_float`.
+inline Vec half_floats(IVec bits) {
+  const IVec size = bits & 0x7fff;
+  const Vec finite = (Vec)(size << 13) * 5.192296858534828e33f;
+  const IVec special = (size << 13) + 0x70000000;
+  return (Vec)((size >= 0x7c00 ? special : (IVec)finite) | (bits & 0x8000) << 16);
+}
+
 template <int... I>
 inline IVec counting(std::integer_sequence<int, I...>) {
   return IVec{I...};
@@ -71,45 +79,76 @@ inline float half_at(const uint8_t* from) {
 #endif
 }
 
+// -- scales ----------------------------------------------------------------------------------------
+//
+// A form's scales are floats: those of several blocks are made at once, and a run then loads its
+// own into all places of a vector, which is cheaper than to make them there.
+
+constexpr int CHUNK = 32;  // Runs whose scales are made together.
+
+// Floats of 16-bit ones.
+inline void widen_halves(float* to, const uint16_t* from, int count) {
+  for (int i = 0; i < count; i += W) {
+#if defined(__AVX512F__)
+    store(to + i, (Vec)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)(from + i))));
+#elif defined(__F16C__)
+    store(to + i, (Vec)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)(from + i))));
+#else
+    store(to + i, half_floats(halves(from + i)));
+#endif
+  }
+}
+
+// HALVES 16-bit floats at the beginning of every block of 32.
+template <int HALVES>
+inline void leading_halves(float* to, const uint8_t* from, int blocks, int block_bytes) {
+  uint16_t found[CHUNK * HALVES + W];
+  for (int i = 0; i < blocks; i++)
+    __builtin_memcpy(found + i * HALVES, from + i * block_bytes, 2 * HALVES);
+  widen_halves(to, found, blocks * HALVES);
+}
+
 // -- plain numbers -------------------------------------------------------------------------------
 
 struct BFloat16 {
-  static constexpr int ELEMENTS = 32, BYTES = 64;
-  static inline void run(Vec* to, const uint8_t* from, int) {
+  static constexpr int ELEMENTS = 32, BYTES = 64, SCALES = 0;
+  static inline void scales(float*, const uint8_t*, int) {}
+  static inline void run(Vec* to, const uint8_t* from, int, const float*) {
     for (int i = 0; i < VECS; i++) to[i] = (Vec)(halves(from + 2 * W * i) << 16);
   }
 };
 
 struct Float16 {
-  static constexpr int ELEMENTS = 32, BYTES = 64;
-  static inline void run(Vec* to, const uint8_t* from, int) {
-    for (int i = 0; i < VECS; i++) {
-      const IVec bits = halves(from + 2 * W * i), size = bits & 0x7fff;
-      const Vec finite = (Vec)(size << 13) * 5.192296858534828e33f;  // As in `half_float`.
-      const IVec special = (size << 13) + 0x70000000;
-      to[i] = (Vec)((size >= 0x7c00 ? special : (IVec)finite) | (bits & 0x8000) << 16);
-    }
+  static constexpr int ELEMENTS = 32, BYTES = 64, SCALES = 0;
+  static inline void scales(float*, const uint8_t*, int) {}
+  static inline void run(Vec* to, const uint8_t* from, int, const float*) {
+    for (int i = 0; i < VECS; i++) to[i] = half_floats(halves(from + 2 * W * i));
   }
 };
 
 // -- blocks of 32: a scale, sometimes a least value, and levels ----------------------------------
 
 struct Q8_0 {
-  static constexpr int ELEMENTS = 32, BYTES = 34;
-  static inline void run(Vec* to, const uint8_t* from, int) {
-    const float scale = half_at(from);
-    for (int i = 0; i < VECS; i++) to[i] = scale * floats(signed_bytes(from + 2 + W * i));
+  static constexpr int ELEMENTS = 32, BYTES = 34, SCALES = 1;
+  static inline void scales(float* to, const uint8_t* from, int blocks) {
+    leading_halves<1>(to, from, blocks, BYTES);
+  }
+  static inline void run(Vec* to, const uint8_t* from, int, const float* scale) {
+    for (int i = 0; i < VECS; i++) to[i] = *scale * floats(signed_bytes(from + 2 + W * i));
   }
 };
 
 // OFFSET: with a least value. FIFTH: with 32 bits that stand above the nibbles.
 template <bool OFFSET, bool FIFTH>
 struct Levels {
-  static constexpr int ELEMENTS = 32, HEAD = OFFSET ? 4 : 2, BYTES = HEAD + (FIFTH ? 20 : 16);
-  static inline void run(Vec* to, const uint8_t* from, int) {
-    const float scale = half_at(from), least = OFFSET ? half_at(from + 2) : 0.f;
+  static constexpr int ELEMENTS = 32, SCALES = OFFSET ? 2 : 1, HEAD = 2 * SCALES;
+  static constexpr int BYTES = HEAD + (FIFTH ? 20 : 16);
+  static inline void scales(float* to, const uint8_t* from, int blocks) {
+    leading_halves<SCALES>(to, from, blocks, BYTES);
+  }
+  static inline void run(Vec* to, const uint8_t* from, int, const float* given) {
     const auto value = [=](Vec level) {
-      return OFFSET ? scale * level + least : scale * (level - (FIFTH ? 16.f : 8.f));
+      return OFFSET ? given[0] * level + given[1] : given[0] * (level - (FIFTH ? 16.f : 8.f));
     };
     // The low nibbles of 16 bytes come first, then the high ones.
     const uint8_t* packed = from + BYTES - 16;
@@ -134,22 +173,24 @@ struct Levels {
 
 // -- blocks of 256: 8 runs with scales of their own ----------------------------------------------
 
-// Six bits each of a run's scale and offset, spread over 12 bytes.
-inline void scale_and_offset(int run, const uint8_t* packed, int* scale, int* offset) {
-  const uint8_t *low = packed, *high = packed + 4, *rest = packed + 8;
-  const int i = run & 3;
-  *scale = run < 4 ? low[i] & 63 : (rest[i] & 15) | low[i] >> 6 << 4;
-  *offset = run < 4 ? high[i] & 63 : rest[i] >> 4 | high[i] >> 6 << 4;
-}
-
 // FIFTH: 32 bytes before the nibbles have bit r of element i of run r.
 template <bool FIFTH>
 struct Runs {
-  static constexpr int ELEMENTS = 256, BYTES = FIFTH ? 176 : 144;
-  static inline void run(Vec* to, const uint8_t* from, int number) {
-    int scale, offset;
-    scale_and_offset(number, from + 4, &scale, &offset);
-    const float by = half_at(from) * scale, off = half_at(from + 2) * offset;
+  static constexpr int ELEMENTS = 256, BYTES = FIFTH ? 176 : 144, SCALES = 2;
+  // Of every run six bits of a scale and of an offset, spread over 12 bytes.
+  static inline void scales(float* to, const uint8_t* from, int blocks) {
+    for (; blocks > 0; blocks--, from += BYTES, to += 16) {
+      const float scale = half_at(from), offset = half_at(from + 2);
+      const uint8_t *low = from + 4, *high = from + 8, *rest = from + 12;
+      for (int i = 0; i < 4; i++) {
+        to[2 * i] = scale * (low[i] & 63), to[2 * i + 1] = offset * (high[i] & 63);
+        to[2 * i + 8] = scale * ((rest[i] & 15) | low[i] >> 6 << 4);
+        to[2 * i + 9] = offset * (rest[i] >> 4 | high[i] >> 6 << 4);
+      }
+    }
+  }
+  static inline void run(Vec* to, const uint8_t* from, int number, const float* given) {
+    const float by = given[0], off = given[1];
     const uint8_t* nibbles = from + BYTES - 128 + number / 2 * 32;
     if constexpr (W == 16 && !FIFTH) {
       const Vec values = by * floats(counting()) - off;
@@ -167,16 +208,21 @@ struct Runs {
 
 // 128 bytes of nibbles, 64 of two upper bits, 16 scales, of 16 elements each, and theirs.
 struct Q6_K {
-  static constexpr int ELEMENTS = 256, BYTES = 210;
-  static inline void run(Vec* to, const uint8_t* from, int number) {
+  static constexpr int ELEMENTS = 256, BYTES = 210, SCALES = 2;
+  static inline void scales(float* to, const uint8_t* from, int blocks) {
+    for (; blocks > 0; blocks--, from += BYTES, to += 16) {
+      const float scale = half_at(from + 208);
+      for (int i = 0; i < 16; i += W < 16 ? W : 16)
+        store(to + i, scale * floats(signed_bytes(from + 192 + i)));
+    }
+  }
+  static inline void run(Vec* to, const uint8_t* from, int number, const float* given) {
     const int half = number / 4, quarter = number % 4;
     const uint8_t *low = from + half * 64 + quarter % 2 * 32, *high = from + 128 + half * 32;
-    const int8_t* scales = (const int8_t*)from + 192 + number * 2;
-    const float scale = half_at(from + 208);
     for (int i = 0; i < VECS; i++) {
       const IVec nibble = bytes(low + W * i) >> quarter / 2 * 4 & 15;
       const IVec upper = bytes(high + W * i) >> quarter * 2 & 3;
-      to[i] = scale * scales[W * i / 16] * floats((nibble | upper << 4) - 32);
+      to[i] = given[W * i / 16] * floats((nibble | upper << 4) - 32);
     }
   }
 };
@@ -201,14 +247,21 @@ inline void with_form(int number, Call with) {
 // Each run of `elements` floats in turn, whole blocks.
 template <class Form, class Use>
 inline void each_run(const uint8_t* from, int64_t elements, Use use) {
-  constexpr int64_t FETCHED = 1024;  // Bytes ahead.
-  for (int64_t done = 0; done < elements; from += Form::BYTES) {
-    for (int ahead = 0; ahead < Form::BYTES; ahead += 64)
-      __builtin_prefetch(from + FETCHED + ahead);
-    for (int run = 0; run < Form::ELEMENTS / RUN; run++, done += RUN) {
-      Vec w[VECS];
-      Form::run(w, from, run);
-      use(done, w);
+  constexpr int64_t FETCHED = 4096;  // Bytes ahead.
+  constexpr int RUNS = Form::ELEMENTS / RUN, BLOCKS = CHUNK / RUNS;
+  const int64_t blocks = elements / Form::ELEMENTS;
+  for (int64_t first = 0, at = 0; first < blocks; first += BLOCKS) {
+    const int some = (int)(blocks - first < BLOCKS ? blocks - first : BLOCKS);
+    float scales[CHUNK * Form::SCALES + W];
+    Form::scales(scales, from, some);
+    for (int block = 0; block < some; block++, from += Form::BYTES) {
+      for (int ahead = 0; ahead < Form::BYTES; ahead += 64)
+        __builtin_prefetch(from + FETCHED + ahead);
+      for (int run = 0; run < RUNS; run++, at += RUN) {
+        Vec w[VECS];
+        Form::run(w, from, run, scales + (block * RUNS + run) * Form::SCALES);
+        use(at, w);
+      }
     }
   }
 }

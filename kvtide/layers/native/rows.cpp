@@ -1,6 +1,8 @@
 // Functions of single rows: norms, gated activations, and heads on their way into pages.
 #include <cmath>
+#include <vector>
 
+#include "calls.h"
 #include "vectors.h"
 
 namespace {
@@ -55,9 +57,6 @@ void gate_row(float* to, const float* gate, const float* up, int64_t width) {
 
 }  // namespace
 
-extern "C" {
-
-// to = norm(x), or total = x + y and to = norm(total).
 void kvtide_rms_norm(float* to, float* total, const float* x, const float* y, const float* weight,
                      int64_t rows, int64_t width, int64_t stride, float eps, int threads) {
 #pragma omp parallel for num_threads(threads) if (rows * width > FEW)
@@ -84,17 +83,30 @@ void kvtide_gated(float* to, const float* gate, const float* up, int64_t rows, i
   }
 }
 
-// Queries, keys and values of (tokens, heads + 2 KV heads, dim): norms, a gain, the rotation, and
-// keys and values into their pages.
-struct Heads {
-  float *queries, *keys;
-  const float *by_head, *cos_sin, *query_norm, *key_norm;
-  char *key_pages, *value_pages;
-  const int32_t *rows, *owners, *slots;
-  int64_t token_stride, slot_stride, entry_stride, table_width, tokens;
-  int32_t heads, kv_heads, dim, pairs, page_tokens, threads;
-  float query_eps, key_eps, key_gain;
-};
+namespace {
+
+// To 16 bits as torch rounds, and what they stand for.
+void narrow(uint16_t* to, float* values, int type, int64_t count) {
+  for (int64_t i = 0; i < count; i++) {
+    to[i] = type == BF16 ? bfloat_bits(values[i]) : half_bits(values[i]);
+    values[i] = type == BF16 ? bfloat(to[i]) : half_float(to[i]);
+  }
+}
+
+// A token's keys or values into its entry, and as they were written.
+void keep(const Heads& h, char* entry, float* values, const float* from) {
+  const int64_t count = (int64_t)h.kv_heads * h.dim;
+  if (values != from) __builtin_memcpy(values, from, count * 4);
+  if (h.page_type == FP32) {
+    if (entry) __builtin_memcpy(entry, values, count * 4);
+    return;
+  }
+  static thread_local std::vector<uint16_t> unseen;
+  unseen.resize(count);
+  narrow(entry ? (uint16_t*)entry : unseen.data(), values, h.page_type, count);
+}
+
+}  // namespace
 
 void kvtide_heads(const Heads* given) {
   const Heads& h = *given;
@@ -120,11 +132,9 @@ void kvtide_heads(const Heads* given) {
     const int32_t* row = h.rows + h.owners[token] * 3;
     const int64_t position = row[2] + token - row[0];
     const int32_t slot = h.slots[h.owners[token] * h.table_width + position / h.page_tokens];
-    if (slot < 0) continue;
     const int64_t at = slot * h.slot_stride + position % h.page_tokens * h.entry_stride;
-    const int64_t bytes = (int64_t)h.kv_heads * h.dim * 4;
-    __builtin_memcpy(h.key_pages + at, h.keys + token * h.kv_heads * h.dim, bytes);
-    __builtin_memcpy(h.value_pages + at, from, bytes);
+    const int64_t place = token * h.kv_heads * h.dim;
+    keep(h, slot < 0 ? nullptr : h.key_pages + at, h.keys + place, h.keys + place);
+    keep(h, slot < 0 ? nullptr : h.value_pages + at, h.values + place, from);
   }
-}
 }

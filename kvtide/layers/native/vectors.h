@@ -159,6 +159,37 @@ static inline float half_float(uint16_t bits) {
   return value;
 }
 
+static inline float bfloat(uint16_t half) {
+  const uint32_t bits = (uint32_t)half << 16;
+  float value;
+  __builtin_memcpy(&value, &bits, 4);
+  return value;
+}
+
+// To the nearest, and of two the even one.
+static inline uint16_t bfloat_bits(float value) {
+  uint32_t bits;
+  __builtin_memcpy(&bits, &value, 4);
+  if ((bits & 0x7fffffff) > 0x7f800000) return 0x7fc0;
+  return (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+static inline uint16_t half_bits(float value) {
+  uint32_t bits;
+  __builtin_memcpy(&bits, &value, 4);
+  const uint32_t sign = bits >> 16 & 0x8000, size = bits & 0x7fffffff;
+  if (size > 0x7f800000) return (uint16_t)(sign | 0x7e00);
+  if (size >= 0x477ff000) return (uint16_t)(sign | 0x7c00);  // From 65,520 on.
+  if (size < 0x38800000) {  // Subnormal: adding 0.5 leaves multiples of 2^-24 in the last bits.
+    float small;
+    __builtin_memcpy(&small, &size, 4);
+    small += 0.5f;
+    uint32_t found;
+    __builtin_memcpy(&found, &small, 4);
+    return (uint16_t)(sign | (found - 0x3f000000));
+  }
+  return (uint16_t)(sign | ((size + 0xfff + (size >> 13 & 1)) - 0x38000000) >> 13);
+}
+
 static inline void widen(float* to, const void* from, int type, int count) {
   if (type == FP32) {
     __builtin_memcpy(to, from, (size_t)count * 4);
@@ -169,8 +200,5 @@ static inline void widen(float* to, const void* from, int type, int count) {
     for (int i = 0; i < count; i++) to[i] = half_float(halves[i]);
     return;
   }
-  for (int i = 0; i < count; i++) {
-    const uint32_t bits = (uint32_t)halves[i] << 16;
-    __builtin_memcpy(to + i, &bits, 4);
-  }
+  for (int i = 0; i < count; i++) to[i] = bfloat(halves[i]);
 }

@@ -11,11 +11,13 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from kvtide.layers.backend import choice
 from kvtide.layers.backend.packed_weight import PackedRows, PackedWeight, joined
+from kvtide.layers.dense import Embedding
 from kvtide.layers.native.c_functions import FORMS
-from kvtide.layers.native.native_arithmetic import FEW_ROWS, NativeArithmetic
+from kvtide.layers.native.native_arithmetic import NativeArithmetic
 from kvtide.layers.native.native_ops import NativeOps
 from kvtide.layers.tensor_ranks import TensorRanks
 from kvtide.models import build
@@ -51,7 +53,8 @@ def packed(form: str, rows: int, inputs: int, seed: int = 0) -> tuple[PackedWeig
 
 
 def assert_close(found: Tensor, wanted: Tensor) -> None:
-    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-6 * float(wanted.abs().max()))
+    largest = float(wanted.abs().max()) if wanted.numel() else 0.0
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=2e-6 * largest)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -65,20 +68,33 @@ def test_numbers_are_those_of_the_format(form: str, native: NativeOps) -> None:
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("form", FORMS)
 def test_products_are_those_of_the_numbers(form: str, bias: bool, native: NativeOps) -> None:
-    """To the bit for few rows, which take the same sums."""
+    """Of few rows in registers, of more in panels, whose last one has fewer rows and outputs."""
     outputs, inputs, arithmetic = 131, 768, native.arithmetic
-    weight, _ = packed(form, 3, inputs)
-    weight = weight.take(torch.randint(3, (outputs,)))
-    numbers = arithmetic.unpacked(weight)
+    weight, numbers = packed(form, outputs, inputs)
     added = torch.randn(outputs) if bias else None
-    for rows in (0, 1, 2, 3, 4, 5, 7, 8, 9, FEW_ROWS, FEW_ROWS + 1, 90):
+    for rows in (0, 1, 2, 3, 4, 5, 7, 8, 9, 16, 43, 96):
         x = torch.randn(rows, inputs)
-        found = arithmetic.packed_linear(x, weight, added)
-        wanted = arithmetic.linear(x, numbers, added)
-        if rows <= FEW_ROWS:
-            assert torch.equal(found, wanted), rows
-        else:
-            assert_close(found, wanted)
+        wanted = functional.linear(x, numbers, added)
+        assert_close(arithmetic.packed_linear(x, weight, added), wanted)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_wide_weights_are_multiplied_part_by_part(threads: int, native: NativeOps) -> None:
+    """Also where many rows, or few outputs for all threads, divide the rows."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for rows, inputs in ((33, 4608), (210, 2304), (600, 256)):
+            weight, numbers = packed("Q4_K", 50, inputs)
+            x, bias = torch.randn(rows, inputs), torch.randn(50)
+            wanted = functional.linear(x, numbers, bias)
+            for found in (
+                native.arithmetic.packed_linear(x, weight, bias),
+                native.arithmetic.linear(x, numbers, bias),
+            ):
+                assert_close(found, wanted)
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_rows_of_several_forms_stand_beside_each_other(native: NativeOps) -> None:
@@ -88,7 +104,7 @@ def test_rows_of_several_forms_stand_beside_each_other(native: NativeOps) -> Non
     numbers = torch.cat([numbers for _, numbers in (*parts, again)])
     assert [run.count for run in weight.runs] == [5, 20]
     arithmetic, bias = native.arithmetic, torch.randn(25)
-    for rows in (3, FEW_ROWS + 8):
+    for rows in (3, 72):
         x = torch.randn(2 * rows, 512)[::2]
         found, wanted = (
             arithmetic.packed_linear(x, weight, bias),
@@ -97,12 +113,14 @@ def test_rows_of_several_forms_stand_beside_each_other(native: NativeOps) -> Non
         assert_close(found, wanted)
 
 
-def test_a_weight_larger_than_a_strip_is_multiplied_strip_by_strip(native: NativeOps) -> None:
-    weight, numbers = packed("Q8_0", 20, 256)
-    x = torch.randn(FEW_ROWS + 1, 256)
-    with mock.patch("kvtide.layers.native.native_arithmetic.STRIP_ELEMENTS", 7 * 256):
-        found = native.arithmetic.packed_linear(x, weight)
-    assert_close(found, x @ numbers.T)
+def test_tokens_of_several_sequences_are_embedded_together(native: NativeOps) -> None:
+    weight, numbers = packed("Q4_1", 9, 512)
+    tokens = torch.tensor([[5, 8, 5], [0, 1, 3]])
+    packed_rows, rows = (
+        Embedding(native.arithmetic, held, 9)(tokens) for held in (weight, numbers)
+    )
+    assert packed_rows.shape == (2, 3, 512)
+    assert torch.equal(packed_rows, rows)
 
 
 # -- models --------------------------------------------------------------------------------------
