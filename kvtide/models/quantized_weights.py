@@ -22,7 +22,8 @@ from torch import Tensor
 from kvtide.layers.backend.packed_weight import PackedWeight
 from kvtide.models import fp8, mxfp4
 from kvtide.models.model_errors import CheckpointError
-from kvtide.models.safetensors_folder import SafetensorsWeights, Stored, StoredTensors
+from kvtide.models.safetensors_folder import SafetensorsWeights, StoredTensors
+from kvtide.models.weight_digest import Stored
 
 METHODS = ("fp8", "mxfp4")
 """What a config's `quantization_config` calls these."""
