@@ -49,8 +49,13 @@ IMPORTED_WITHIN_FUNCTIONS = {
     ("kvtide/storage/mooncake/library.py", "mooncake.store.MooncakeDistributedStore"),
     ("kvtide/transfer/peer/mooncake_engine.py", "mooncake.engine.TransferEngine"),
     ("kvtide/transfer/copy_engine.py", "cuda.bindings.driver"),
+    ("kvtide/integrations/engine_settings.py", "huggingface_hub.try_to_load_from_cache"),
+    (
+        "kvtide/integrations/sglang.py",
+        "sglang.srt.observability.metrics_collector.StorageMetrics",
+    ),
 }
-"""Libraries that are optional, or read the environment when they are loaded."""
+"""Libraries that are optional, or read the environment or start much when they are loaded."""
 NOT_IN_THE_INDEX = {
     "asyncio", "concurrent", "io", "multiprocessing", "os", "pathlib", "queue", "random",
     "shutil", "socket", "subprocess", "sys", "tempfile", "threading", "time", "torch",

@@ -7,6 +7,7 @@ page-aligned and lent to the store. What our store reads is compared with what w
 
 from __future__ import annotations
 
+import itertools
 import json
 import mmap
 import statistics
@@ -26,6 +27,7 @@ from kvtide.storage.trial import new_keys
 from kvtide.tiers import Arrangement, Buffers, Layout, host_arena
 from kvtide.transfer.host_pages import tails
 from kvtide.transfer.shapes import OtherShapes
+from kvtide.transfer.shapes.shape_marks import REFRESH_S
 from kvtide.transfer.storage_requests import SoughtPage, StoredPage
 from kvtide.transfer.store_link import StoreLink
 
@@ -207,14 +209,17 @@ def _measured(
 
 # -- ranks of another shape -----------------------------------------------------------------
 
+Times = tuple[float, float]
+"""Milliseconds of a look-up, and of a read."""
+
 
 @dataclass(frozen=True, slots=True)
 class ShapeCost:
     """A prompt's pages by the shape that stored them: looked up, and those that are there read.
 
-    own_ms   by a link that knows this shape alone; `ms`: by one that finds those of any shape
-    lookup   milliseconds of the look-ups among them, own first
-    ratio    of `ms` to `own_ms`, the median of the turns' ratios
+    own_ms     by a link that knows this shape alone; `ms`: by one that finds those of any shape
+    lookup_ms  of the look-ups among them: own; of any shape; the same where marks are looked up
+    ratio      of `ms` to `own_ms`, the median of the turns' ratios
     """
 
     model: str
@@ -222,7 +227,7 @@ class ShapeCost:
     stored_pages: int
     own_ms: float
     ms: float
-    lookup_ms: tuple[float, float]
+    lookup_ms: tuple[float, float, float]
     ratio: float
 
     def as_json(self) -> dict[str, Any]:
@@ -242,7 +247,11 @@ class _Shared:
 
 
 class _ShapeLinks:
-    """Host pages of a model that one rank serves, and two links of them to a store."""
+    """Host pages of a model that one rank serves, and links of them to a store.
+
+    own, any, marking  one knows this shape alone; one finds any; and one looks up the marks of
+                       other shapes each time, which the second does now and then
+    """
 
     def __init__(self, store: Store, space: bytes, model: str, max_bytes: int) -> None:
         self.memory = catalog.resolve(model).at_rest
@@ -255,9 +264,13 @@ class _ShapeLinks:
         host = Arrangement(self.memory, slots, page_first, tails(formats))
         self._arena = host_arena(host.bytes, pinned=False)
         buffers = Buffers(host, self._arena.data)
-        shapes = OtherShapes(host, space)
+        later = itertools.count(step=REFRESH_S)
+        clocks: list[Callable[[], float]] = [lambda: 0.0, lambda: next(later)]
         self.own = StoreLink(_Shared(store), formats, buffers)
-        self.any = StoreLink(_Shared(store), formats, buffers, shapes)
+        self.any, self.marking = (
+            StoreLink(_Shared(store), formats, buffers, OtherShapes(host, space, clock=clock))
+            for clock in clocks
+        )
         keys = new_keys(self.pages)
         self.stored = [StoredPage(name, key, n) for name in anchors for n, key in enumerate(keys)]
         self.missing = [
@@ -271,44 +284,47 @@ class _ShapeLinks:
             raise StoreError(f"{writing.count} of {len(self.stored)} pages written")
 
     def restore(self, link: StoreLink, sought: Sequence[StoredPage]) -> tuple[float, float]:
-        """Milliseconds of a look-up, and of reading the pages that are stored."""
+        """Milliseconds of a look-up, and of reading those pages that are stored."""
+        stored = [page for page in sought if page in self.stored]
         began = time.perf_counter()
         lookup = link.look(
             lambda: [SoughtPage(page.anchor, page.key) for page in sought], LONGEST_S
         )
         _await(lambda: lookup.over)
         middle = time.perf_counter()
-        if sum(lookup.found or ()) != len(self.stored) or lookup.shapes:
+        if sum(lookup.found or ()) != len(stored) or lookup.shapes:
             raise StoreError(f"pages of this shape were not found ({lookup.error})")
-        reading = link.read(self.stored, LONGEST_S)
+        reading = link.read(stored, LONGEST_S)
         _await(lambda: reading.over and reading.quiet)
         end = time.perf_counter()
-        if reading.ready != len(self.stored):
-            raise StoreError(f"{reading.ready} of {len(self.stored)} pages read")
+        if reading.ready != len(stored):
+            raise StoreError(f"{reading.ready} of {len(stored)} pages read")
         return 1e3 * (middle - began), 1e3 * (end - middle)
 
     def close(self) -> None:
-        self.own.close(LONGEST_S)
-        self.any.close(LONGEST_S)
+        for link in (self.own, self.any, self.marking):
+            link.close(LONGEST_S)
         self._arena.close()
 
 
 def shape_costs(
     store: Store, space: bytes, model: str, max_bytes: int, turns: int, progress: Progress
 ) -> list[ShapeCost]:
-    """Of a prompt that is stored, and of one whose second half is not."""
+    """Of a prompt that is stored, of one whose second half is not, and of one that is not."""
     links = _ShapeLinks(store, space, model, max_bytes)
     try:
         links.write()
         found = []
-        for sought in (links.stored, [*links.stored, *links.missing]):
-            took: list[tuple[tuple[float, float], tuple[float, float]]] = []
+        known = (links.own, links.any, links.marking)
+        for sought in (links.stored, [*links.stored, *links.missing], links.missing):
+            took: list[list[Times]] = []
             for turn in progress(range(turns + 1), turns + 1, f"{model}, pages of one shape"):
-                order = (links.own, links.any) if turn % 2 else (links.any, links.own)
+                order = known if turn % 2 else known[::-1]
                 times = {link: links.restore(link, sought) for link in order}
-                if turn:
-                    took.append((times[links.own], times[links.any]))
-            found.append(_shape_cost(model, len(sought), len(links.stored), took))
+                if turn:  # The first turn warms up; the second link looks up marks in it.
+                    took.append([times[link] for link in known])
+            stored = sum(page in links.stored for page in sought)
+            found.append(_shape_cost(model, len(sought), stored, took))
         return found
     finally:
         links.close()
@@ -318,9 +334,9 @@ def _shape_cost(
     model: str,
     prompt_pages: int,
     stored_pages: int,
-    took: Sequence[tuple[tuple[float, float], tuple[float, float]]],
+    took: Sequence[Sequence[Times]],
 ) -> ShapeCost:
-    own, other = ([sum(times) for times in column] for column in zip(*took, strict=True))
+    own, other, _ = ([sum(times) for times in column] for column in zip(*took, strict=True))
     looked = [statistics.median(times[0] for times in column) for column in zip(*took, strict=True)]
     ratio = statistics.median(b / a for a, b in zip(own, other, strict=True))
     return ShapeCost(
@@ -329,7 +345,7 @@ def _shape_cost(
         stored_pages,
         statistics.median(own),
         statistics.median(other),
-        (looked[0], looked[1]),
+        (looked[0], looked[1], looked[2]),
         ratio,
     )
 

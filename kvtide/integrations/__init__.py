@@ -7,6 +7,7 @@
 `vllm_connector`     `KvtideConnector`: a KV connector of a vLLM on CPUs over any store
 `page_objects`       pages of another engine as objects of a store: keys, labels, checksums
 `cache_layers`       what a cache of transformers holds, as pools; its tensors to pages and back
+`cache_parts`        what one layer of it keeps in one pool
 `page_tasks`         tasks over pages, on threads, that an engine submits and asks about later
 `block_plan`         a connector's half in the scheduler: look-ups, what to load and to save
 `block_moves`        its half in a worker: blocks of the cache to objects and back

@@ -32,9 +32,9 @@ from lmcache.v1.distributed.l2_adapters.base import L2AdapterInterface  # noqa: 
 from lmcache.v1.platform import create_event_notifier  # noqa: E402
 
 from kvtide.integrations.engine_settings import (  # noqa: E402
-    fingerprint_of,
     refuse_unknown,
     require_store,
+    weights_of,
 )
 from kvtide.integrations.page_objects import PageObjects, PagePool, Runs, space_of  # noqa: E402
 from kvtide.integrations.page_tasks import Page, PageTasks  # noqa: E402
@@ -52,9 +52,9 @@ class KvtideL2Adapter(L2AdapterInterface):  # type: ignore[misc]
 
     def __init__(self, params: Mapping[str, Any], l1_memory_desc: Any = None) -> None:
         super().__init__()
-        refuse_unknown(params, {"url", "fingerprint"}, _WHERE)
         url = require_store(params, _WHERE)
-        space = space_of("lmcache", fingerprint_of(params, _WHERE, "their models' names"), {})
+        refuse_unknown(params, _WHERE)
+        space = space_of("lmcache", weights_of(params, _WHERE, ""), {})
         self.objects = PageObjects("lmcache", url, space, batch_bytes=BATCH_BYTES)
         self._pools: dict[tuple[object, ...], dict[str, PagePool]] = {}
         self._lookups: PageTasks[Bitmap] = self._tasks("look-up", ASKING)

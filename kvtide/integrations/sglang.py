@@ -15,7 +15,9 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import logging
-from collections.abc import Mapping, Sequence
+import queue
+import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from kvtide.integrations.engine_versions import require_version
@@ -33,9 +35,9 @@ from sglang.srt.mem_cache.hicache_storage import (  # noqa: E402
 )
 
 from kvtide.integrations.engine_settings import (  # noqa: E402
-    fingerprint_of,
     refuse_unknown,
     require_store,
+    weights_of,
 )
 from kvtide.integrations.page_objects import (  # noqa: E402
     PageObjects,
@@ -46,12 +48,12 @@ from kvtide.integrations.page_objects import (  # noqa: E402
 )
 from kvtide.storage import StoreError  # noqa: E402
 
-_SETTINGS = {
-    *("backend_name", "module_path", "class_name", "interface_v1", "url", "fingerprint"),
+_SGLANGS = {
+    *("backend_name", "module_path", "class_name", "interface_v1"),
     *("prefetch_threshold", "prefetch_timeout_base", "prefetch_timeout_per_ki_token"),
     *("prefetch_timeout_max", "hicache_storage_pass_prefix_keys", "tp_lcm_size"),
 }
-"""What the extra config may say; all but `url` and `fingerprint` is SGLang's own."""
+"""What the extra config may say beside kvtide's settings."""
 _WHERE = "the extra config"
 _NOT_THE_SLICE = {"extra_config", "enable_storage_metrics", "model_name", "dp_rank"}
 _OF_TENSOR_RANKS = {"tp_rank", "tp_size", "tp_lcm_size"}
@@ -63,7 +65,19 @@ _REPLICATED = {
 """Classes of pools, beside the KV pool itself, that an MLA model has alike on all tensor ranks. It
 may have others (Mamba states, heads of a draft) of which each rank has a part."""
 
+GIGABYTE = 1 << 30
+"""As SGLang's own backends report rates."""
+
 log = logging.getLogger("kvtide")
+Transfer = Callable[[PagePool, Sequence[bytes], Sequence[Runs]], list[bool]]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Moved:
+    """A call that moved pages: how many, and its rate."""
+
+    pages: int
+    gigabytes_s: float
 
 
 class KvtideStorage(HiCacheStorage):  # type: ignore[misc]
@@ -72,7 +86,7 @@ class KvtideStorage(HiCacheStorage):  # type: ignore[misc]
     def __init__(self, config: HiCacheStorageConfig, options: Mapping[str, Any] | None = None):
         extra = dict(config.extra_config or {})
         url = require_store(extra, _WHERE)
-        refuse_unknown(extra, _SETTINGS, _WHERE)
+        refuse_unknown(extra, _WHERE, _SGLANGS)
         if not extra.get("interface_v1"):
             raise StoreError(
                 'the extra config lacks "interface_v1": 1, without which SGLang copies pages'
@@ -82,12 +96,15 @@ class KvtideStorage(HiCacheStorage):  # type: ignore[misc]
             left_out -= {"tp_size"}  # As SGLang's own file backend does it.
         names = {one.name for one in dataclasses.fields(config)} - left_out
         part = {name: getattr(config, name) for name in names}
-        fingerprint = fingerprint_of(extra, _WHERE, f"the model's name ({config.model_name})")
-        space = space_of("sglang", f"{config.model_name} {fingerprint}", part)
+        weights = weights_of(extra, _WHERE, config.model_name or "")
+        space = space_of("sglang", f"{config.model_name} {weights}", part)
         self.objects = PageObjects("sglang", url, space)
         self.registered_pools: dict[str, Any] = {}
         self._is_mla, self._tensor_rank = config.is_mla_model, [config.tp_rank, config.tp_size]
         self._pools: dict[str, PagePool] = {}
+        self._reports = config.enable_storage_metrics
+        self._fetched: queue.SimpleQueue[_Moved] = queue.SimpleQueue()
+        self._stored: queue.SimpleQueue[_Moved] = queue.SimpleQueue()
 
     def register_mem_pool_host(self, pool: Any) -> None:
         super().register_mem_pool_host(pool)
@@ -168,6 +185,22 @@ class KvtideStorage(HiCacheStorage):  # type: ignore[misc]
     ) -> bool:
         return self.set("")
 
+    def get_stats(self) -> Any:
+        """What moved since the last call, as SGLang's collector of metrics takes it; None unless
+        the server was started with metrics."""
+        if not self._reports:
+            return None
+        # Its module imports all of SGLang's server, which is running where this is called.
+        from sglang.srt.observability.metrics_collector import StorageMetrics
+
+        fetched, stored = _taken(self._fetched), _taken(self._stored)
+        return StorageMetrics(
+            prefetch_pgs=[one.pages for one in fetched],
+            backup_pgs=[one.pages for one in stored],
+            prefetch_bandwidth=[one.gigabytes_s for one in fetched],
+            backup_bandwidth=[one.gigabytes_s for one in stored],
+        )
+
     def clear(self) -> None:
         self.objects.clear()
 
@@ -180,16 +213,28 @@ class KvtideStorage(HiCacheStorage):  # type: ignore[misc]
         return self.objects.exists(self._pool(name), _names(keys))
 
     def _get(self, name: str, keys: Sequence[str], indices: torch.Tensor | None) -> list[bool]:
-        memory = self._memory(name, keys, indices)
-        if memory is None:
-            return [False] * len(keys)
-        return self.objects.read(self._pool(name), _names(keys), memory)
+        return self._move(self.objects.read, self._fetched, name, keys, indices)
 
     def _set(self, name: str, keys: Sequence[str], indices: torch.Tensor | None) -> list[bool]:
+        return self._move(self.objects.write, self._stored, name, keys, indices)
+
+    def _move(
+        self,
+        transfer: Transfer,
+        moved: queue.SimpleQueue[_Moved],
+        name: str,
+        keys: Sequence[str],
+        indices: torch.Tensor | None,
+    ) -> list[bool]:
         memory = self._memory(name, keys, indices)
         if memory is None:
             return [False] * len(keys)
-        return self.objects.write(self._pool(name), _names(keys), memory)
+        pool, began = self._pool(name), time.perf_counter()
+        done = transfer(pool, _names(keys), memory)
+        if self._reports and (pages := sum(done)):
+            size, took = pages * pool.format.payload_bytes, time.perf_counter() - began
+            moved.put(_Moved(pages, size / GIGABYTE / took))
+        return done
 
     def _pool(self, name: str) -> PagePool:
         """The format of a pool's pages, from its first page in host memory."""
@@ -250,6 +295,10 @@ def _boundaries(there: Sequence[bool], reach: int) -> set[int]:
         if run >= min(reach, b):
             valid.add(b)
     return valid
+
+
+def _taken(moved: queue.SimpleQueue[_Moved]) -> list[_Moved]:
+    return [moved.get() for _ in range(moved.qsize())]
 
 
 def _names(keys: Sequence[str]) -> list[bytes]:

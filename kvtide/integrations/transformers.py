@@ -50,14 +50,11 @@ from kvtide.cache import (  # noqa: E402
     Tokens,
     TransferError,
 )
-from kvtide.integrations.cache_layers import (  # noqa: E402
-    CacheLayers,
-    UnsupportedModelError,
-    refuse_unsupported,
-)
+from kvtide.integrations.cache_layers import CacheLayers, refuse_unsupported  # noqa: E402
+from kvtide.integrations.cache_parts import UnsupportedModelError  # noqa: E402
 from kvtide.integrations.engine_metrics import TOKENS  # noqa: E402
-from kvtide.models.checkpoint import NOT_THE_MODEL, digest_weight  # noqa: E402
-from kvtide.models.safetensors_folder import Stored  # noqa: E402
+from kvtide.models.checkpoint import NOT_THE_MODEL  # noqa: E402
+from kvtide.models.weight_digest import Stored, digest_weight  # noqa: E402
 from kvtide.spec.sizing import TOKENS_PER_CHECKPOINT  # noqa: E402
 from kvtide.storage import open_store  # noqa: E402
 from kvtide.storage.codec.opening import is_lossy  # noqa: E402
@@ -65,9 +62,9 @@ from kvtide.tiers import TierSize  # noqa: E402
 
 PREFILL_TOKENS = 2048
 """A prompt is computed in chunks of so many tokens."""
-MAX_ERROR = 0.05
-"""Of logits on restored pages, relative to those without: rounding is far below, a wrong state far
-above."""
+MAX_ERROR, MAX_ROUNDINGS = 1e-3, 6
+"""Of logits on restored pages, relative to those without: this error, or so many roundings of the
+model's dtype where these are coarser. A wrong state or position is above."""
 
 _ALONE = ("num_beams", "num_return_sequences")
 _OURS = (
@@ -118,13 +115,13 @@ class PrefixCache:
         self.last = PrefixHit()
         self._model = model
         self._weights = _weights_now(model)
-        self._only_last = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self._takes = inspect.signature(model.forward).parameters.keys()
         self._store_s = store_s
         self._lock = threading.Lock()
         name = str(model.config.model_type)
-        refuse_unsupported(self._empty(), name)
+        refuse_unsupported(self._empty(), name, page_tokens)
         with torch.no_grad():
-            probe = self._forward(self._empty(), self._trial(2))[0]
+            probe = self._forward(self._empty(), self._trial(page_tokens))[0]
             self._layers = CacheLayers(probe, name, page_tokens, TOKENS_PER_CHECKPOINT)
             self._prove()
         config = CacheConfig(
@@ -214,6 +211,7 @@ class PrefixCache:
         """Where the next chunk ends: at the latest where a state is to be kept."""
         page = self._layers.memory.page_tokens
         end = min(boundary, at + max(page, PREFILL_TOKENS // page * page))
+        end = self._layers.chunk_end(at, end)
         for pool in self._layers.state_pools:
             table = self.cache.page_table(lease, pool)
             wanted = (n for n in range(at // page, end // page) if table[n] >= 0)
@@ -255,8 +253,15 @@ class PrefixCache:
         self, past: DynamicCache, input_ids: torch.Tensor
     ) -> tuple[DynamicCache, torch.Tensor]:
         """The cache after these tokens, and the logits after the last one."""
-        more = {"logits_to_keep": 1} if self._only_last else {}
-        output = self._model(input_ids=input_ids, past_key_values=past, use_cache=True, **more)
+        start = past.get_seq_length()
+        positions = torch.arange(start, start + input_ids.shape[1], device=input_ids.device)
+        more = {"logits_to_keep": 1, "position_ids": positions[None]}  # Some count from 0 else.
+        output = self._model(
+            input_ids=input_ids,
+            past_key_values=past,
+            use_cache=True,
+            **{name: value for name, value in more.items() if name in self._takes},
+        )
         if output.past_key_values is not past:
             raise UnsupportedModelError(
                 f"{self._model.config.model_type}: it does not fill the DynamicCache it is given; "
@@ -282,15 +287,20 @@ class PrefixCache:
             tables = {pool.name: pages.page_table(lease, pool.name) for pool in memory.pools}
             computed, restored = self._empty(), self._empty()
             self._layers.record_windows(computed)
-            self._forward(computed, ids[:, : 2 * page])
-            self._layers.save(computed, pages.view, tables, 0, 2 * page)
+            at = 0
+            while at < 2 * page:
+                end = self._layers.chunk_end(at, 2 * page)
+                self._forward(computed, ids[:, at:end])
+                self._layers.save(computed, pages.view, tables, at, end)
+                self._layers.trim(computed)
+                at = end
             self._layers.restore(restored, pages.view, tables, 2 * page)
             _, found = self._forward(restored, ids[:, 2 * page :])
             pages.release(lease)
         finally:
             pages.close()
         error = float((found - expected).norm() / expected.norm())
-        if not error <= MAX_ERROR:
+        if not error <= max(MAX_ERROR, MAX_ROUNDINGS * torch.finfo(self._model.dtype).eps):
             raise UnsupportedModelError(
                 f"{memory.model}: logits on a restored prefix differ by {error:.0%} from those "
                 "without; the model keeps state outside its cache, or cannot continue from one"
@@ -309,14 +319,26 @@ class PrefixCache:
                     f"generate({name}=…) is not supported: pages are known by tokens alone, and "
                     "the cache is kvtide's; leave it out, or call model.generate"
                 )
-        config = options.get("generation_config") or self._model.generation_config
         for name in _ALONE:
-            if (options.get(name) or getattr(config, name, None) or 1) != 1:
+            if (self._setting(name, options) or 1) != 1:
                 raise ValueError(f"generate with {name} above 1 is not supported; use 1")
+        pad, ends = (self._setting(f"{name}_token_id", options) for name in ("pad", "eos"))
+        hides = pad is not None and pad not in (ends if isinstance(ends, list) else [ends])
+        if mask is None and hides and bool((input_ids == pad).any()):
+            raise ValueError(
+                f"model.generate hides the pad token {pad}, which the prompt has; give an "
+                "attention_mask of ones if it is text, or one sequence without padding"
+            )
         if _weights_now(self._model) != self._weights:
             raise RuntimeError(
                 "the model's weights have changed since its PrefixCache was made; make another one"
             )
+
+    def _setting(self, name: str, options: Mapping[str, Any]) -> Any:
+        """Of a call, its config, or the model's: as `model.generate` takes them."""
+        configs = (options.get("generation_config"), self._model.generation_config)
+        found = (options.get(name), *(getattr(config, name, None) for config in configs))
+        return next((value for value in found if value is not None), None)
 
     # -- the rest ---------------------------------------------------------------------------
 

@@ -6,8 +6,8 @@
       "module_path": "kvtide.integrations.vllm", "url": "file:///var/cache/kvtide?cap=200GB"}]}}'
 
 A chunk of the CPU tier is one object (`page_objects`). Its space is what vLLM's own file tier tells
-models and slices apart by, and a fingerprint that the config may give. Look-ups, loads and stores
-run on threads; the scheduler's thread only submits and polls.
+models and slices apart by, and what stands for the weights. Look-ups, loads and stores run on
+threads; the scheduler's thread only submits and polls.
 """
 
 from __future__ import annotations
@@ -40,12 +40,17 @@ from vllm.v1.kv_offload.file_mapper import FileMapper  # noqa: E402
 from vllm.v1.kv_offload.tiering.async_lookup import AsyncLookupManager  # noqa: E402
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager  # noqa: E402
 
+from kvtide.integrations.engine_settings import (  # noqa: E402
+    refuse_unknown,
+    require_store,
+    weights_of,
+)
 from kvtide.integrations.page_objects import PageObjects, PagePool, Runs, space_of  # noqa: E402
-from kvtide.storage import StoreError  # noqa: E402
 
 LOADING, STORING = 4, 4
 """Threads. Loads have their own: a request waits for them."""
 
+_WHERE = "the tier's config"
 CHUNKS, BYTES = "vllm:kvtide_chunks_total", "vllm:kvtide_chunk_bytes_total"
 """Metrics, with the labels event and direction."""
 
@@ -73,7 +78,7 @@ class _StoreLookup(AsyncLookupManager):  # type: ignore[misc]
 
 
 class KvtideTier(SecondaryTierManager):  # type: ignore[misc]
-    """Chunks in any store. `url` names it; `fingerprint` stands for the weights, if given."""
+    """Chunks in any store."""
 
     medium: ClassVar[Medium] = Medium.STORAGE
 
@@ -82,16 +87,13 @@ class KvtideTier(SecondaryTierManager):  # type: ignore[misc]
         offloading_spec: Any,
         primary_kv_view: memoryview,
         tier_type: str,
-        url: str = "",
-        fingerprint: str = "",
         locality: str | None = None,
         backpressure_detector: Any = None,
+        **settings: Any,
     ) -> None:
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
-        if not url:
-            raise StoreError(
-                'the tier names no store; add "url", such as "file:///var/cache/kvtide?cap=200GB"'
-            )
+        url = require_store(settings, _WHERE)
+        refuse_unknown(settings, _WHERE)
         self.locality = None if locality is None else Locality(locality)
         files = FileMapper.from_offloading_spec(
             root_dir="",
@@ -100,13 +102,8 @@ class KvtideTier(SecondaryTierManager):  # type: ignore[misc]
             parallel_agnostic=True,
         )
         config = files.get_run_config()
-        if not fingerprint:
-            log.warning(
-                'chunks are known by the model\'s name alone (%s); give "fingerprint" in the '
-                "tier's config, such as a revision, if its weights may change",
-                config["model_name"],
-            )
-        space = space_of("vllm", fingerprint, {**config, "rank": files.rank})
+        weights = weights_of(settings, _WHERE, config["model_name"])
+        space = space_of("vllm", weights, {**config, "rank": files.rank})
         self.objects = PageObjects("vllm", url, space)
         self._memory = primary_kv_view.cast("B")
         described = {"dtype": config["dtype"], "page_tokens": config["tokens_per_hash"]}
@@ -166,6 +163,7 @@ class KvtideTier(SecondaryTierManager):  # type: ignore[misc]
         self._lookups.shutdown()
         self._loaders.shutdown()
         self._storers.shutdown()
+        self._memory.release()  # vLLM unmaps it then.
         self.objects.close()
 
     # -- metrics ----------------------------------------------------------------------------

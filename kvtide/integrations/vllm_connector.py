@@ -42,9 +42,9 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource  # noqa: E402
 from kvtide.integrations.block_moves import BlockMemory, BlockMoves  # noqa: E402
 from kvtide.integrations.block_plan import BlockPlan, Chunk, Move  # noqa: E402
 from kvtide.integrations.engine_settings import (  # noqa: E402
-    fingerprint_of,
     refuse_unknown,
     require_store,
+    weights_of,
 )
 from kvtide.integrations.page_objects import PageObjects, PagePool, space_of  # noqa: E402
 from kvtide.storage import StoreError  # noqa: E402
@@ -78,7 +78,7 @@ class KvtideConnector(KVConnectorBase_V1):  # type: ignore[misc]
         super().__init__(vllm_config, role, kv_cache_config)
         settings = self._kv_transfer_config.kv_connector_extra_config
         url = require_store(settings, _WHERE)
-        refuse_unknown(settings, {"url", "fingerprint"}, _WHERE)
+        refuse_unknown(settings, _WHERE)
         _refuse_unsupported(vllm_config, kv_cache_config)
         if url.startswith("file:"):
             self._cache_hit_source = CacheHitSource.DISK
@@ -294,8 +294,8 @@ def _space(vllm_config: Any, settings: Mapping[str, Any]) -> bytes:
         "hash": cache.prefix_caching_hash_algo,
         "config": config,
     }
-    fingerprint = fingerprint_of(settings, _WHERE, f"the model's name and config ({model.model})")
-    return space_of("vllm connector", f"{model.model} {fingerprint}", part)
+    weights = weights_of(settings, _WHERE, model.model, model.revision)
+    return space_of("vllm connector", f"{model.model} {weights}", part)
 
 
 def _refuse_unsupported(vllm_config: Any, kv_cache_config: Any) -> None:

@@ -11,6 +11,7 @@ Families: `bamba`, `deepseek`, `deepseek_dsa`, `deepseek_v4`, `falcon_h1`, `gemm
 `eagle3`              EAGLE3 drafts; `draft_checkpoint` opens one and refuses what does not fit
 `mtp`                 drafts that a checkpoint has beside the model: its next-token layer
 `checkpoint`          a model on disk: `safetensors_folder`, or a file that `gguf` reads
+`weight_digest`       what stands for weights, in keys of stored pages
 `quantized_weights`   published weights in few bits, read as numbers: `fp8`, `mxfp4`
 `renamed_weights`     weights under other names: `deepseek_v4_names`, `multimodal`
 `outlined_weights`    shapes, dtypes and forms alone, to build a model that has no bytes

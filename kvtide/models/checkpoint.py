@@ -8,11 +8,10 @@ is read as numbers (`published`).
 Files are mapped and a weight is read when it is asked for: a pipeline stage that asks for its own
 layers touches only those. What can be known to be wrong is refused on opening.
 
-The fingerprint stands for the weights in the keys of stored pages, where equal has to mean equal.
-By default it takes 64 bytes of each row and of each KiB, small tensors whole, with all names,
-dtypes and shapes and the config: 16 GB in a second, where hashing every byte takes two cores
-seven. Training, merging, quantising and patching rows change what is sampled; an edit of single
-numbers by hand may not. Who does that asks for every byte.
+The fingerprint stands for the weights in the keys of stored pages. By default it takes a sample of
+large tensors (`weight_digest`) and small ones whole, with all names, dtypes and shapes and the
+config: 16 GB in a second, where hashing every byte takes two cores seven. After an edit of single
+numbers by hand, ask for every byte.
 """
 
 from __future__ import annotations
@@ -27,9 +26,7 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from kvtide.layers import Weights
 from kvtide.layers.backend.packed_weight import PackedWeight
@@ -37,11 +34,8 @@ from kvtide.models.gguf import GGUF, architectures
 from kvtide.models.gguf.tensors import packed_matrix, read_tensor, tensor_outline
 from kvtide.models.model_errors import CheckpointError
 from kvtide.models.quantized_weights import METHODS, PublishedWeights
-from kvtide.models.safetensors_folder import Stored, WeightOutline, missing, read_json
-
-SAMPLE_BYTES = 64
-SAMPLE_EVERY_BYTES = 1024
-HASHED_WHOLE_BYTES = 1 << 20
+from kvtide.models.safetensors_folder import WeightOutline, missing, read_json
+from kvtide.models.weight_digest import Stored, digest_weight
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -212,19 +206,3 @@ class GGUFWeights:
 
 def _digest(weights: StoredWeights, name: str, *, every_byte: bool) -> bytes:
     return digest_weight(name, weights.stored(name), every_byte=every_byte)
-
-
-def digest_weight(name: str, stored: Stored, *, every_byte: bool = False) -> bytes:
-    """32 bytes that stand for one weight: all of it, or a sample of every row of a large one."""
-    digest = hashlib.sha256(f"{name} {stored.form} ".encode())
-    whole = every_byte or stored.data.size <= HASHED_WHOLE_BYTES
-    digest.update((stored.data if whole else _sample(stored)).data)
-    return digest.digest()
-
-
-def _sample(stored: Stored) -> NDArray[np.uint8]:
-    """64 bytes out of each row, or of each KiB where rows are longer."""
-    step = min(stored.row_bytes, SAMPLE_EVERY_BYTES)
-    steps = stored.data.size // step
-    lines = stored.data[: steps * step].reshape(steps, step)[:, :SAMPLE_BYTES]
-    return np.concatenate([lines.reshape(-1), stored.data[steps * step :]])

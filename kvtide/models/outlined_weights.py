@@ -10,7 +10,8 @@ from torch import Tensor
 
 from kvtide.layers.backend.packed_weight import PackedRows, PackedWeight
 from kvtide.models.checkpoint import StoredWeights
-from kvtide.models.safetensors_folder import Stored, WeightOutline
+from kvtide.models.safetensors_folder import WeightOutline
+from kvtide.models.weight_digest import Stored
 
 META = torch.device("meta")
 

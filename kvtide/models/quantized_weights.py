@@ -22,12 +22,8 @@ from torch import Tensor
 from kvtide.layers.backend.packed_weight import PackedWeight, half_form
 from kvtide.models import fp8, mxfp4
 from kvtide.models.model_errors import CheckpointError
-from kvtide.models.safetensors_folder import (
-    SafetensorsWeights,
-    Stored,
-    StoredTensors,
-    WeightOutline,
-)
+from kvtide.models.safetensors_folder import SafetensorsWeights, StoredTensors, WeightOutline
+from kvtide.models.weight_digest import Stored
 
 METHODS = ("fp8", "mxfp4")
 """What a config's `quantization_config` calls these."""

@@ -8,21 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
 from kvtide.models.model_errors import CheckpointError
-
-
-@dataclass(frozen=True, slots=True)
-class Stored:
-    """A weight as it lies on disk: what it is, its bytes, and how many of them make a row."""
-
-    form: str
-    data: NDArray[np.uint8]
-    row_bytes: int
+from kvtide.models.weight_digest import Stored
 
 
 @dataclass(frozen=True, slots=True)

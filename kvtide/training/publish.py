@@ -18,7 +18,8 @@ from kvtide.models import fp8
 from kvtide.models.checkpoint import Checkpoint
 from kvtide.models.draft_checkpoint import DraftCheckpoint
 from kvtide.models.quantized_weights import PublishedWeights
-from kvtide.models.safetensors_folder import Stored, missing
+from kvtide.models.safetensors_folder import missing
+from kvtide.models.weight_digest import Stored
 from kvtide.spec.config import Config
 from kvtide.training.draft_shape import HeadFormat
 from kvtide.training.draft_vocabulary import DraftVocabulary

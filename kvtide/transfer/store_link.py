@@ -246,7 +246,7 @@ class StoreLink:
             pages = lookup.pages()
             found = self._found(pages)
             if self._shapes is not None and not all(found):
-                lookup.shapes = self._shapes.find(pages, found, partial(self._answers, "exists"))
+                lookup.shapes = self._shapes.find(pages, found, self._answers)
                 found = [there or n in lookup.shapes for n, there in enumerate(found)]
             lookup.found = found
         except BaseException as error:
@@ -342,6 +342,7 @@ class StoreLink:
     def _write(self, writing: Writing, batch: PageBatch, staging: BounceBuffers) -> list[bool]:
         pages = writing.pages[batch.start : batch.end]
         objects, stored = self._objects(pages), [True] * len(pages)
+        marks = self._shapes.missing_marks(self._answers) if self._shapes is not None else {}
         known: list[bool] = self._answers("exists", [one.key for one in objects])
         self._count(known=sum(known))
         unwanted = [page.key in writing.unwanted for page in pages]
@@ -349,14 +350,15 @@ class StoreLink:
         for one in missing:
             stored[one.page] = stored[one.page] and not unwanted[one.page]
         new = [one for one in missing if not unwanted[one.page]]
-        if not new:
+        if not new and not marks:
             return stored
         sources, staged = self._memory(new, staging)
         for one, source, copied in zip(new, sources, staged, strict=True):
             if copied:
                 self._host_pages.gather(one.format.pool, one.slot, source)
             one.format.seal(source, one.key)
-        done: list[bool] = self._answers("write", [one.key for one in new], sources)
+        keys, memory = [*(one.key for one in new), *marks], [*sources, *marks.values()]
+        done: list[bool] = self._answers("write", keys, memory)[: len(new)]
         self._count(written=sum(done), refused=len(done) - sum(done))
         self._moved("store", sum(one.format.bytes for one, ok in zip(new, done, strict=True) if ok))
         for one, written in zip(new, done, strict=True):

@@ -75,8 +75,9 @@ def test_the_command_measures_and_leaves_nothing(urls, tmp_path, capsys):
         assert {row["way"] for row in found["cases"]} == {"read", "write"}
         assert all(row["gb_s"] > 0 for row in found["cases"])
         assert "pages of one shape" in printed
-        whole, half = found["shapes"]
+        whole, half, cold = found["shapes"]
         assert whole["prompt_pages"] == whole["stored_pages"] == half["prompt_pages"] // 2
+        assert (cold["prompt_pages"], cold["stored_pages"]) == (whole["prompt_pages"], 0)
         assert all(row["ratio"] > 0 for row in found["shapes"])
     with closing(open_store(urls["redis"], new_space())) as store:
         assert "the database holds 0 keys of all users" in store.status().notes
@@ -94,14 +95,16 @@ class Asked(MemoryStore):
         return super().exists(keys)
 
 
-def test_pages_of_the_same_shape_are_asked_for_once_and_other_shapes_by_one_short_call():
+def test_pages_of_the_same_shape_are_asked_for_once_and_marks_by_a_short_call_now_and_then():
     store = Asked(StoreURL.parse("memory:"), space := new_space())
     costs = store_speed.shape_costs(store, space, "qwen3-8b", 20 << 20, 1, _no_progress)
-    assert [(cost.prompt_pages, cost.stored_pages) for cost in costs] == [(2, 2), (4, 2)]
+    assert [(cost.prompt_pages, cost.stored_pages) for cost in costs] == [(2, 2), (4, 2), (2, 0)]
     of_write, *asked = store.asked
-    assert (of_write, asked[:4]) == (2, [2] * 4)
-    assert asked.count(4) == 4 and len(asked) == 10
-    assert all(count <= 31 for count in asked[4:])
+    assert (of_write, asked[:6]) == (2, [2] * 6), "all pages are there"
+    marks = [count for count in asked[6:] if count not in (2, 4)]
+    assert asked[6:].count(4) == asked[6:].count(2) == 6
+    assert len(marks) == 2 + 1 + 2, "each turn of a link that always looks, and once of the other"
+    assert all(count <= 31 for count in marks)
 
 
 def test_opening_is_measured_in_a_new_process(urls, capsys):

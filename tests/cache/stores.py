@@ -17,6 +17,8 @@ from tests.cache.building import Rig
 from tests.cache.memories import FULL
 
 _NUMBERS = itertools.count()
+MARKS = 1
+"""Objects of a store beside pages: the mark of their shape."""
 WAIT = FetchPatience("wait_complete", min_tokens=1)
 
 

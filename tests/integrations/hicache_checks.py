@@ -7,18 +7,24 @@ Prints the name of every check that holds.
 
 from __future__ import annotations
 
+import ast
 import re
 import sys
+import typing
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
+from prometheus_client import CollectorRegistry
+from prometheus_client.multiprocess import MultiProcessCollector
 
 from kvtide.storage import StoreError
 from tests.integrations.bare_packages import bare
 
-bare(Path(sys.argv[1]), "sglang", "sglang.srt", "sglang.srt.mem_cache")
+bare(Path(sys.argv[1]), "sglang", "sglang.srt", "sglang.srt.mem_cache", "sglang.srt.observability")
 
 from sglang.srt.mem_cache.hicache_storage import (  # noqa: E402
     HiCacheStorageConfig,
@@ -216,6 +222,42 @@ def check_bad_calls_and_settings_are_refused(folder: str) -> None:
         ({"cap": "4GB"}, "has cap; kvtide knows url and fingerprint"),
     ):
         assert sentence in refusal(lambda extra=extra: backend(folder, extra))
+
+
+def check_sglang_exports_what_moved(folder: str) -> None:
+    """By its real collector, and as its server gathers the metrics of all its processes."""
+    collector = metrics_collector()
+    one = backend(folder, enable_storage_metrics=True)
+    one.batch_set_v1(keys(), at(0, PAGES))
+    assert one.batch_get_v1(keys(), at(PAGES, PAGES)) == [True] * PAGES
+    sums = collector.StorageMetricsCollector({"tp_rank": "0"})
+    sums.log_storage_metrics(one.get_stats())
+    shown = {
+        (sample.name, *sorted(sample.labels.items())): sample.value
+        for family in MultiProcessCollector(CollectorRegistry()).collect()
+        for sample in family.samples
+    }
+    for name in ("prefetch", "backup"):
+        assert shown[f"sglang:{name}_pgs_sum", ("tp_rank", "0")] == PAGES
+        assert shown[f"sglang:{name}_bandwidth_count", ("tp_rank", "0")] == 1
+    ours = {key[1:]: value for key, value in shown.items() if key[0] == "kvtide_engine_pages_total"}
+    assert ours[("engine", "sglang"), ("event", "written")] >= PAGES
+    sums.log_storage_metrics(backend(folder).get_stats())
+
+
+def metrics_collector() -> ModuleType:
+    """SGLang's module of that name, but for what needs its whole server: the classes of storage's
+    metrics, from its source."""
+    name = "sglang.srt.observability.metrics_collector"
+    source = Path(sys.argv[1]).joinpath(*name.split(".")).with_suffix(".py").read_text()
+    wanted = ("_StatLoggerDIMixin", "StorageMetrics", "StorageMetricsCollector")
+    classes = [one for one in ast.parse(source).body if getattr(one, "name", "") in wanted]
+    assert len(classes) == len(wanted)
+    module = sys.modules[name] = ModuleType(name)
+    vars(module).update(vars(typing), dataclass=dataclass, field=field)
+    code = "from __future__ import annotations\n" + "\n".join(map(ast.unparse, classes))
+    exec(compile(code, name, "exec"), vars(module))
+    return module
 
 
 def check_clear_removes_this_slice_alone(folder: str) -> None:

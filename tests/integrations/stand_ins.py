@@ -45,6 +45,7 @@ class HiCacheStorageConfig:
     model_name: str | None = "model"
     tp_lcm_size: int | None = None
     extra_config: dict[str, Any] | None = None
+    dp_rank: int = 0
     dcp_size: int = 1
     dcp_rank: int = 0
 
@@ -106,6 +107,14 @@ class LogicalHostPool(HostPool):
         return None
 
 
+@dataclass
+class StorageMetrics:
+    prefetch_pgs: list[int]
+    backup_pgs: list[int]
+    prefetch_bandwidth: list[float]
+    backup_bandwidth: list[float]
+
+
 _SGLANG: dict[str, dict[str, Any]] = {
     "sglang": {},
     "sglang.srt": {},
@@ -117,6 +126,8 @@ _SGLANG: dict[str, dict[str, Any]] = {
             *(PoolName, PoolTransfer, PoolTransferResult),
         )
     },
+    "sglang.srt.observability": {},
+    "sglang.srt.observability.metrics_collector": {"StorageMetrics": StorageMetrics},
 }
 
 

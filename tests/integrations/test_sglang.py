@@ -5,7 +5,6 @@ The tested versions are unpacked for it, and run each in its own process.
 
 from __future__ import annotations
 
-import logging
 import os
 import subprocess
 import sys
@@ -155,27 +154,55 @@ def test_bad_settings_are_refused(sglang: Any, extra: dict[str, Any], sentence: 
         backend(sglang, HostPool(), extra)
 
 
-def test_a_missing_fingerprint_is_a_warning(
-    sglang: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_retrained_weights_in_the_same_folder_find_nothing(
+    sglang: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.delitem(EXTRA, "fingerprint")
-    with caplog.at_level(logging.WARNING, "kvtide"):
+    with pytest.raises(StoreError, match="the weights of model are not known on this machine"):
         backend(sglang, HostPool())
-    assert "pages are known by the model's name (model) alone" in caplog.text
+    weights = tmp_path / "model.safetensors"
+    found = []
+    for content in (b"first", b"other", b"first"):
+        weights.write_bytes(content)
+        one = backend(sglang, HostPool(), model_name=str(tmp_path))
+        found.append(one.batch_exists(KEYS))
+        one.batch_set_v1(KEYS, torch.arange(2))
+    assert found == [0, 0, 2]
+
+
+def test_moved_pages_and_rates_are_reported_once(sglang: Any) -> None:
+    one = backend(sglang, HostPool(), enable_storage_metrics=True)
+    one.batch_set_v1(KEYS, torch.arange(2))
+    one.batch_get_v1([KEYS[0], "f" * 64], torch.arange(2))
+    one.batch_get_v1(["f" * 64], torch.arange(1))
+    stats = one.get_stats()
+    assert (stats.prefetch_pgs, stats.backup_pgs) == ([1], [2])
+    assert all(0 < rate < 100 for rate in stats.prefetch_bandwidth + stats.backup_bandwidth)
+    assert len(stats.prefetch_bandwidth) == len(stats.backup_bandwidth) == 1
+    assert (one.get_stats().prefetch_pgs, one.get_stats().backup_pgs) == ([], [])
+    assert backend(sglang, HostPool()).get_stats() is None
+
+
+def test_ranks_of_data_parallel_servers_share_pages(sglang: Any) -> None:
+    writer, reader = (backend(sglang, HostPool(), dp_rank=rank) for rank in (0, 3))
+    writer.batch_set_v1(KEYS, torch.arange(2))
+    assert reader.batch_exists(KEYS) == 2
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("version", ["0.5.18", "0.5.23"])
 def test_every_check_holds_under_the_real_factory(version: str, tmp_path: Path) -> None:
-    folder = engines.sglang(version)
+    folder, metrics = engines.sglang(version), tmp_path / "metrics"
+    metrics.mkdir()
+    path = f"{folder}{os.pathsep}{ROOT}"
     done = subprocess.run(
         [sys.executable, "-m", "tests.integrations.hicache_checks", str(folder), str(tmp_path)],
-        env={**os.environ, "PYTHONPATH": f"{folder}{os.pathsep}{ROOT}"},
+        env={**os.environ, "PYTHONPATH": path, "PROMETHEUS_MULTIPROC_DIR": str(metrics)},
         capture_output=True,
         text=True,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.split() == CHECKS and len(CHECKS) == 9
+    assert done.stdout.split() == CHECKS and len(CHECKS) == 10
 
 
 def test_the_backend_without_sglang_is_a_sentence() -> None:

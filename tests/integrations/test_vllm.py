@@ -30,7 +30,7 @@ def test_every_check_holds_under_the_real_manager(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     names = [line for line in done.stdout.split() if line.startswith("check_")]
-    assert names == CHECKS and len(CHECKS) == 7
+    assert names == CHECKS and len(CHECKS) == 9
 
 
 def test_the_tier_without_vllm_is_a_sentence() -> None:

@@ -58,7 +58,7 @@ def test_a_killed_engine_finds_its_prefixes_and_never_wrong_ones(tmp_path: Path)
     url = f"file://{store}?cap=64MB&floor=0"
     assert vllm("make", model, "0").returncode == 0
 
-    first = printed(vllm("serve", model, url, "r1", "1", "first,second,turn", "[]", "kill"), -9)
+    first = printed(vllm("serve", model, url, "", "1", "first,second,turn", "[]", "kill"), -9)
     wanted = {name: one["tokens"] for name, one in first["answers"].items()}
     assert [one["cached"] for one in first["answers"].values()] == [0, 0, 224]
     assert first["counts"] == {"written": 16}
@@ -66,7 +66,7 @@ def test_a_killed_engine_finds_its_prefixes_and_never_wrong_ones(tmp_path: Path)
     assert min(len({*wanted[name]}) for name in ("first", "second")) >= 4, "any cache gives these"
     answer = json.dumps(wanted["first"])
 
-    again = printed(vllm("serve", model, url, "r1", "1", "turn,second,first", answer))
+    again = printed(vllm("serve", model, url, "", "1", "turn,second,first", answer))
     assert {name: one["tokens"] for name, one in again["answers"].items()} == wanted
     assert {name: one["cached"] for name, one in again["answers"].items()} == {
         **{"turn": 256, "second": 192},
@@ -76,12 +76,15 @@ def test_a_killed_engine_finds_its_prefixes_and_never_wrong_ones(tmp_path: Path)
     assert again["metrics"]["vllm:kvtide_blocks read"] == 14
     assert again["metrics"]["vllm:kvtide_bytes read"] == 14 * BLOCK_BYTES
 
-    other = printed(vllm("serve", model, url, "r2", "1", "first", "[]"))
-    assert other["answers"]["first"] == {"cached": 0, "tokens": wanted["first"]}
-    assert other["counts"] == {"written": 7}
+    assert vllm("make", model, "1").returncode == 0
+    retrained = printed(vllm("serve", model, url, "", "1", "first", "[]"))
+    assert retrained["answers"]["first"]["cached"] == 0
+    assert retrained["answers"]["first"]["tokens"] != wanted["first"]
+    assert retrained["counts"] == {"written": 7}
+    assert vllm("make", model, "0").returncode == 0
 
     assert damage(store) == 16 + 7
-    damaged = printed(vllm("serve", model, url, "r1", "1", "second,first,turn", answer))
+    damaged = printed(vllm("serve", model, url, "", "1", "second,first,turn", answer))
     assert {name: one["tokens"] for name, one in damaged["answers"].items()} == wanted
     assert damaged["answers"]["second"]["cached"] < 192
     assert damaged["counts"]["corrupt"] >= 4

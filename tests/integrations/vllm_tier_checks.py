@@ -9,15 +9,14 @@ Prints the name of every check that holds.
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import MagicMock
 
-import numpy as np
 import torch
 from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 from vllm.v1.kv_offload.base import (
@@ -26,56 +25,72 @@ from vllm.v1.kv_offload.base import (
     ScheduleEndContext,
     make_offload_key,
 )
-from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
-from vllm.v1.kv_offload.tiering.manager import (
-    CPUPrimaryTierOffloadingManager,
-    TieringOffloadingManager,
+from vllm.v1.kv_offload.config import (
+    OffloadingCacheConfig,
+    OffloadingConfig,
+    OffloadingGroupConfig,
+    OffloadingModelConfig,
+    OffloadingParallelConfig,
 )
+from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 from kvtide.integrations import vllm as plug_in
 from kvtide.integrations import vllm_connector
 from kvtide.storage import StoreError
 
-CHUNKS, CHUNK_BYTES, KEYS = 32, 64 << 10, 12
+CHUNKS, CHUNK_BYTES, KEYS = 48, 64 << 10, 12
+HISTORY, WINDOW = 0, 1
 MAX_S = 60.0
+ENGINES = itertools.count()
 
 
-def spec(model: str = "model", dtype: str = "bfloat16", rank: int = 0) -> Any:
-    """What the tier reads of an `OffloadingSpec`."""
-    parallel = SimpleNamespace(
-        tp_size=2, pp_size=1, pcp_size=1, dcp_size=1, rank=rank, is_parallelism_agnostic=False
+def config(
+    *group_ids: int,
+    model: str = "model",
+    dtype: str = "bfloat16",
+    rank: int = 0,
+    tier: dict[str, Any] | None = None,
+) -> OffloadingConfig:
+    """Of a model with a group of full attention, and one with windows unless others are asked."""
+    groups = {
+        HISTORY: OffloadingGroupConfig(16, ("layers.0", "layers.2"), HISTORY),
+        WINDOW: OffloadingGroupConfig(32, ("layers.1", "layers.3"), WINDOW),
+    }
+    return OffloadingConfig(
+        groups=tuple(groups[one] for one in group_ids or groups),
+        worker_kv_bytes_per_block=CHUNK_BYTES // 2,
+        enable_kv_cache_events=False,
+        extra_config={"cpu_bytes_to_use": CHUNKS * CHUNK_BYTES, "secondary_tiers": [tier or {}]},
+        engine_id=f"kvtide-check-{os.getpid()}-{next(ENGINES)}",
+        model=OffloadingModelConfig(model, dtype),
+        cache=OffloadingCacheConfig(tokens_per_hash=16, blocks_per_chunk=1),
+        parallel=OffloadingParallelConfig(
+            *(rank, 2, 2, 1, 1, 1),
+            *(0, 1, None, False),
+        ),
     )
-    config = SimpleNamespace(
-        groups=[SimpleNamespace(tokens_per_block=16, layer_names=("a", "b"))],
-        parallel=parallel,
-        model=SimpleNamespace(name=model, dtype=dtype),
-        cache=SimpleNamespace(tokens_per_hash=16),
-        canonical_layout=False,
-        kv_cache_layout=None,
-        replicated_layout=False,
-    )
-    return SimpleNamespace(config=config, blocks_per_chunk=1)
 
 
 class World:
-    """A manager with its CPU tier, as a vLLM process has them."""
+    """What a vLLM process has, made by its own spec: a manager, and its CPU tier."""
 
-    def __init__(self, folder: str, offloading: Any = None, **options: str) -> None:
-        self.memory = np.zeros((CHUNKS, CHUNK_BYTES), np.int8)
-        view = memoryview(self.memory)
-        region = MagicMock()
-        region.create_kv_memoryview.return_value = view
-        config = {
+    def __init__(
+        self, folder: str, *group_ids: int, settings: dict[str, Any] | None = None, **changes: Any
+    ) -> None:
+        tier = {
             "type": "KvtideTier",
             "module_path": "kvtide.integrations.vllm",
             "url": f"file://{folder}?cap=64MB&floor=0",
             "fingerprint": "r1",
         }
-        self.tier = SecondaryTierFactory.create_secondary_tier(
-            {**config, **options}, view, offloading or spec()
-        )
-        primary = CPUPrimaryTierOffloadingManager(num_chunks=CHUNKS, mmap_region=region)
-        self.manager = TieringOffloadingManager(primary, [self.tier])
+        made = config(*group_ids, **changes, tier=tier | (settings or {}))
+        self.spec = TieringOffloadingSpec(made)
+        self.manager = self.spec.get_manager()
+        (self.tier,) = self.manager.secondary_tiers
+        region = self.spec._scheduler_mmap
+        os.unlink(region.mmap_path)  # A check that is killed leaves no memory behind.
+        region._creator = False
+        self.memory = region.base_tensor.numpy().reshape(CHUNKS, CHUNK_BYTES)
 
     def step(self) -> None:
         self.manager.on_schedule_end(ScheduleEndContext(new_req_ids=[], preempted_req_ids=[]))
@@ -114,11 +129,14 @@ class World:
         return hits
 
     def close(self) -> None:
+        mapped = self.spec._scheduler_mmap.mmap_obj
+        del self.memory
         self.manager.shutdown()
+        assert mapped.closed, "the tier holds memory of vLLM's"
 
 
-def keys(count: int = KEYS) -> list[Any]:
-    return [make_offload_key(bytes([number]) * 32, 0) for number in range(count)]
+def keys(count: int = KEYS, group: int = HISTORY) -> list[Any]:
+    return [make_offload_key(bytes([number]) * 32, group) for number in range(count)]
 
 
 def filled(folder: str) -> None:
@@ -139,11 +157,11 @@ def check_another_process_promotes_what_was_cascaded(folder: str) -> None:
 
 def check_other_models_slices_and_dtypes_find_nothing(folder: str) -> None:
     filled(folder)
-    for other in (spec(model="b"), spec(dtype="float16"), spec(rank=1)):
-        world = World(folder, other)
+    for other in ({"model": "b"}, {"dtype": "float16"}, {"rank": 1}):
+        world = World(folder, **other)
         assert world.found(keys()) == [False] * KEYS
         world.close()
-    world = World(folder, fingerprint="r2")
+    world = World(folder, settings={"fingerprint": "r2"})
     assert world.found(keys()) == [False] * KEYS
     world.close()
 
@@ -195,13 +213,52 @@ def check_vllm_learns_what_happened_to_chunks(folder: str) -> None:
     world.close()
 
 
-def check_a_tier_without_a_store_is_refused(folder: str) -> None:
-    sentence = ""
-    try:
-        World(folder, url="")
-    except StoreError as error:
-        sentence = str(error)
-    assert "the tier names no store" in sentence
+def check_groups_of_a_hybrid_are_kept_apart(folder: str) -> None:
+    """Chunks of equal tokens, which their keys tell apart by group alone."""
+    both = [*keys(), *keys(group=WINDOW)]
+    world = World(folder)
+    world.store(both)
+    world.close()
+    world = World(folder)
+    assert world.found(both) == [True] * 2 * KEYS
+    assert world.tier.objects.counts["read"] == 2 * KEYS
+    world.close()
+    world = World(folder)
+    name = world.tier._pool.key(keys(group=WINDOW)[3])
+    world.tier.objects.store.remove([name])
+    assert world.found(both) == [True] * (KEYS + 3) + [False] + [True] * (KEYS - 4)
+    world.close()
+    world = World(folder, HISTORY)
+    assert world.found(both) == [False] * 2 * KEYS, "a model without windows"
+    world.close()
+
+
+def check_retrained_weights_in_the_same_folder_find_nothing(folder: str) -> None:
+    model = Path(folder) / "model"
+    model.mkdir()
+    found = []
+    for weights in (b"first", b"other", b"first"):
+        model.joinpath("model.safetensors").write_bytes(weights)
+        world = World(folder, settings={"fingerprint": ""}, model=str(model))
+        found.append(world.found(keys()))
+        if not any(found[-1]):
+            world.store(keys())
+        world.close()
+    assert found == [[False] * KEYS, [False] * KEYS, [True] * KEYS]
+
+
+def check_bad_settings_are_refused(folder: str) -> None:
+    for settings, expected in (
+        ({"url": ""}, "the tier's config names no store"),
+        ({"cap": "4GB"}, "the tier's config has cap; kvtide knows url and fingerprint"),
+        ({"fingerprint": ""}, "the weights of model are not known on this machine"),
+    ):
+        sentence = ""
+        try:
+            World(folder, settings=settings)
+        except StoreError as error:
+            sentence = str(error)
+        assert expected in sentence, sentence
 
 
 def unsupported(*specs: Any, **changed: Any) -> list[str]:

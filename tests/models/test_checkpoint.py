@@ -13,10 +13,10 @@ import transformers
 from safetensors.torch import save_file
 from torch import Tensor
 
-from kvtide.models import checkpoint as checkpoints
 from kvtide.models import default_model
 from kvtide.models.checkpoint import Checkpoint, open_checkpoint
 from kvtide.models.model_errors import CheckpointError
+from kvtide.models.weight_digest import HASHED_WHOLE_BYTES
 
 SHARD_BYTES = 20_000
 
@@ -180,7 +180,7 @@ def _big() -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(2)
     table = torch.randn(1500, 700, generator=generator)
     narrow = torch.randn(30_000, 40, generator=generator)
-    assert min(table.numel(), narrow.numel()) * 4 > checkpoints.HASHED_WHOLE_BYTES
+    assert min(table.numel(), narrow.numel()) * 4 > HASHED_WHOLE_BYTES
     return {"table": table, "narrow": narrow, "norm": torch.ones(7)}
 
 

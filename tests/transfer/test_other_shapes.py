@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import compress
 from typing import Any
 
 import numpy as np
@@ -14,11 +15,14 @@ from hypothesis import strategies as st
 from kvtide.layers.tensor_ranks import TensorRanks
 from kvtide.spec import DType, Entry, Field, ModelMemory, PoolSpec, RankShape, Reuse, SpecError
 from kvtide.storage import object_formats, open_store
+from kvtide.storage.memory_store import MemoryStore
+from kvtide.storage.url import StoreURL
 from kvtide.testing.faulty_store import Fault, FaultyStore
 from kvtide.tiers.buffers import Buffers
 from kvtide.tiers.layout import Arrangement, Layout
 from kvtide.transfer.host_pages import tails
 from kvtide.transfer.shapes import OtherShapes
+from kvtide.transfer.shapes.shape_marks import REFRESH_S, mark_key
 from kvtide.transfer.storage_requests import Lookup, Reading, SoughtPage, StoredPage
 from kvtide.transfer.store_link import StoreLink
 from tests.grids import everything
@@ -40,7 +44,7 @@ class RankHost:
         memory: ModelMemory,
         store: Any,
         layout: Layout = Layout.PAGE_FIRST_DIRECT,
-        **options: bool,
+        **options: Any,
     ) -> None:
         self.memory, part = memory.at_rest, memory.part
         self.tensor = TensorRanks(part.tensor_rank, part.tensor_ranks) if part else TensorRanks()
@@ -104,11 +108,13 @@ class Ranks:
         self.memory, self.content = memory, Content(memory, seed=3)
         self.inner = open_store("memory:", SPACE)
         self.store = FaultyStore(self.inner)
+        self.now = 0.0
         self._links: list[StoreLink] = []
 
     def of(self, shape: RankShape, *layouts: Layout, **options: bool) -> list[RankHost]:
         hosts = [
-            RankHost(memory, self.store, *layouts, **options) for memory in self.memory.ranks(shape)
+            RankHost(memory, self.store, *layouts, clock=lambda: self.now, **options)
+            for memory in self.memory.ranks(shape)
         ]
         self._links += [host.link for host in hosts]
         return hosts
@@ -225,11 +231,22 @@ def test_the_same_shape_asks_once_and_reads_one_object_a_page(ranks, shape: Rank
         assert host.link.counts["read"] == PAGES
 
 
-def test_a_page_that_no_shape_has_costs_one_further_look_up(ranks) -> None:
+def test_pages_that_no_shape_has_cost_one_further_look_up_now_and_then(ranks) -> None:
     world = ranks()
     (host,) = world.of(ONE)
-    assert host.look(host.pages()).found == [False] * PAGES
-    assert world.store.calls["exists"] == 2
+    for now, further in ((0.0, 1), (REFRESH_S - 1, 0), (REFRESH_S, 1), (REFRESH_S + 1, 0)):
+        before, world.now = world.store.calls["exists"], now
+        assert host.look(host.pages()).found == [False] * PAGES
+        assert world.store.calls["exists"] - before == 1 + further
+
+
+def test_ranks_do_not_look_in_their_own_shape_again(ranks) -> None:
+    world = ranks()
+    for host in world.stored(TP2):
+        before = world.store.calls["exists"]
+        pages = [StoredPage("kv", key(PAGES), 0)]
+        assert [host.look(pages).found for _ in range(3)] == [[False]] * 3
+        assert world.store.calls["exists"] - before == 3 + 1, "three look-ups, and one of marks"
 
 
 def test_states_between_checkpoints_are_not_looked_for_elsewhere(ranks) -> None:
@@ -308,12 +325,67 @@ def test_a_draft_without_one_of_its_parts_is_absent(ranks) -> None:
 # -- which shapes ---------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("shapes", [(TP2, ONE), (ONE, TP2), (PP2, ONE), (ONE, PP2)])
+def test_a_shape_that_appears_later_is_found_when_marks_are_looked_up_again(ranks, shapes) -> None:
+    theirs, ours = shapes
+    world = ranks()
+    hosts = world.of(ours)
+    assert [host.look(host.pages()).found for host in hosts] == [[False] * PAGES] * len(hosts)
+    world.stored(theirs)
+    world.now += REFRESH_S - 1
+    assert [host.look(host.pages()).found for host in hosts] == [[False] * PAGES] * len(hosts)
+    world.now += 1
+    for host in hosts:
+        world.restore(host)
+
+
+@pytest.mark.parametrize("writer", [ONE, TP2], ids=["a rank that knows it", "its own shape"])
+def test_a_mark_that_the_store_evicted_is_left_again(ranks, writer: RankShape) -> None:
+    world = ranks()
+    (first, _), (one,) = world.stored(TP2), world.of(ONE)
+    world.restore(one)
+    mark = mark_key(first.formats["kv"])
+    assert world.inner.remove([mark]) == 1
+    pages = [StoredPage("kv", key(PAGES), 0)]
+    host = one if writer == ONE else first
+    world.now += REFRESH_S
+    host.store(world.content, pages)
+    assert world.inner.exists([mark]) == [True]
+
+
+@pytest.mark.parametrize("codec", ["lossless", "fp8"])
+def test_shapes_are_found_through_a_codec(ranks, codec: str) -> None:
+    world = ranks()
+    world.store = FaultyStore(open_store(f"memory:?codec={codec}", SPACE))
+    world.stored(TP2)
+    (host,) = world.of(ONE)
+    assert host.look(host.pages()).found == [True] * PAGES
+
+
+class RefusesMarks(MemoryStore):
+    def write(self, keys: Sequence[bytes], sources: Sequence[memoryview]) -> list[bool]:
+        least = min(one.bytes for one in object_formats(LLAMA.at_rest, SPACE).values()) // 2
+        kept = [len(source) >= least for source in sources]
+        super().write([*compress(keys, kept)], [*compress(sources, kept)])
+        return kept
+
+
+def test_pages_are_stored_where_a_mark_is_refused(ranks) -> None:
+    world = ranks()
+    world.store = FaultyStore(RefusesMarks(StoreURL.parse("memory:"), SPACE))
+    world.stored(TP2)
+    assert [host.look(host.pages()).found for host in world.of(TP2)] == [[True] * PAGES] * 2
+    (host,) = world.of(ONE)
+    assert host.look(host.pages()).found == [False] * PAGES
+
+
 def test_where_bits_matter_only_the_same_number_of_tensor_ranks_is_found(ranks) -> None:
     world = ranks()
     world.stored(TP2)
     (host,) = world.of(ONE, any_tensor_ranks=False)
     assert host.look(host.pages()).found == [False] * PAGES
     world.stored(PP2)
+    world.now += REFRESH_S
     world.restore(host)
     found = [
         one.look(one.pages()).found for one in world.of(RankShape(2, 2), any_tensor_ranks=False)

@@ -21,7 +21,8 @@ from kvtide.models.checkpoint import Checkpoint
 from kvtide.models.draft import DraftModel
 from kvtide.models.draft_checkpoint import DraftCheckpoint
 from kvtide.models.model import Decoder
-from kvtide.models.safetensors_folder import Stored, WeightOutline
+from kvtide.models.safetensors_folder import WeightOutline
+from kvtide.models.weight_digest import Stored
 from kvtide.spec.config import Config
 from kvtide.spec.families import declare
 

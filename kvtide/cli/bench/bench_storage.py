@@ -120,7 +120,9 @@ def _shapes_report(costs: Sequence[dict[str, Any]]) -> str:
         "its own alone",
         "of any",
         "ratio",
-        "look-ups",
+        "look-ups: own",
+        "any",
+        "with marks",
     ]
     cells = [
         [
@@ -130,7 +132,7 @@ def _shapes_report(costs: Sequence[dict[str, Any]]) -> str:
             f"{cost['own_ms']:.1f} ms",
             f"{cost['ms']:.1f} ms",
             f"{cost['ratio']:.3f}×",
-            " and ".join(f"{ms:.2f}" for ms in cost["lookup_ms"]) + " ms",
+            *(f"{ms:.2f} ms" for ms in cost["lookup_ms"]),
         ]
         for cost in costs
     ]

@@ -7,18 +7,19 @@ they belong on its host (`tiers.pairing`).
     stored with --tp 2    rank 0 │ k0 k1 v0 v1 │   rank 1 │ k2 k3 v2 v3 │     of each entry
     read with --tp 1             │ k0 k1 k2 k3 v0 v1 v2 v3 │
 
-All slices follow from the whole memory, so a store need not say which shapes it has pages of: a
-look-up asks it for the first page that is missing, in every shape. That page decides, since no
-prefix can be resumed without all pages of its histories before.
+All slices follow from the whole memory. A look-up asks for the first page that is missing, in those
+shapes whose mark the store has (`shape_marks`). That page decides, since no prefix can be resumed
+without all pages of its histories before.
 """
 
 from __future__ import annotations
 
 import threading
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 from kvtide.spec import ALL, ModelMemory, RankShape, SpecError
 from kvtide.storage.objects import ObjectFormat, object_formats
@@ -26,6 +27,7 @@ from kvtide.tiers.layout import Arrangement, Layout
 from kvtide.tiers.manifest import PAGES, RUNNING, Area, MemoryKind, MemoryManifest
 from kvtide.tiers.pairing import pair
 from kvtide.tiers.row_copies import RowCopy
+from kvtide.transfer.shapes.shape_marks import ShapeMarks, StoreCall
 from kvtide.transfer.storage_requests import SoughtPage
 
 MAX_RANKS = 16
@@ -56,6 +58,7 @@ class OtherShapes:
         draft_fingerprint: bytes = b"",
         *,
         any_tensor_ranks: bool = True,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._host = host
         self._memory = host.memory
@@ -65,6 +68,8 @@ class OtherShapes:
         required = [anchor for anchor in self._memory.anchors if anchor.reuse.required]
         self._histories = {anchor.name for anchor in required if anchor.reuse.reach is ALL}
         self._parts: dict[RankShape, Mapping[str, Sequence[PagePart]]] = {}
+        self._own: dict[RankShape, bool] = {}
+        self._marks = ShapeMarks(self._marked, self._marked_others, space, clock)
         self._lock = threading.Lock()
 
     def parts(self, shape: RankShape, pool: str) -> Sequence[PagePart]:
@@ -74,15 +79,21 @@ class OtherShapes:
                 self._parts[shape] = self._paired(shape)
             return self._parts[shape].get(pool, ())
 
+    def missing_marks(self, call: StoreCall) -> Mapping[bytes, memoryview]:
+        """Objects by key, to be stored beside pages: they show that there are pages of a shape."""
+        return self._marks.missing(call)
+
     # -- looking up -------------------------------------------------------------------------
 
     def find(
-        self, pages: Sequence[SoughtPage], found: Sequence[bool], exists: Exists
+        self, pages: Sequence[SoughtPage], found: Sequence[bool], call: StoreCall
     ) -> dict[int, RankShape]:
         """Shapes that have all parts of pages which were not found, by the page's number."""
+        exists = partial(call, "exists")
         missing = [number for number, there in enumerate(found) if not there]
         shapes: dict[int, RankShape] = {}
-        untried = dict(self._first_ranks)
+        known = self._marks.known(call) if self._decisive(pages, missing) else ()
+        untried = {shape: self._first_ranks[shape] for shape in known if not self._is_own(shape)}
         while untried and (decisive := self._decisive(pages, missing)):
             asked = [pages[number] for number in decisive]
             holders = self._holders(asked, untried, exists)
@@ -188,6 +199,24 @@ class OtherShapes:
             if memory.part != self._memory.part:
                 found[shape] = self._formats(memory)
         return found
+
+    def _is_own(self, shape: RankShape) -> bool:
+        """Whether this rank is one of that shape, whose objects have been looked for already."""
+        if shape not in self._own:
+            ranks = self._memory.whole.ranks(shape)
+            self._own[shape] = any(memory.part == self._memory.part for memory in ranks)
+        return self._own[shape]
+
+    @property
+    def _marked(self) -> ObjectFormat | None:
+        """The objects by which the mark of this shape is known."""
+        part, anchor = self._memory.part, self._memory.anchors[0].name
+        is_first = part is None or not (part.first_layer or part.tensor_rank)
+        return self._formats(self._memory)[anchor] if is_first else None
+
+    def _marked_others(self) -> Mapping[RankShape, ObjectFormat]:
+        anchor = self._memory.anchors[0].name
+        return {shape: formats[anchor] for shape, formats in self._first_ranks.items()}
 
     def _formats(self, memory: ModelMemory) -> dict[str, ObjectFormat]:
         return object_formats(memory, self._space, self._draft_fingerprint)
