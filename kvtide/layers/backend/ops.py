@@ -5,7 +5,8 @@ reference, `TritonOps` by its kernel. A layer calls `self.ops.paged_attention(..
 know which it has. `arithmetic` says in which order the references and all plain matmuls add up.
 
 Operations over a `ForwardPass` read and write the state of all sequences of the step, through the
-pages of a `Place`.
+pages of a `Place`. Operations that are made of others have their body here; an implementation may
+do them in one call.
 """
 
 from __future__ import annotations
@@ -74,7 +75,6 @@ class Ops(ABC):
         Neither factor exceeds the limit.
         """
 
-    @abstractmethod
     def gated_mlp(
         self,
         x: Tensor,
@@ -84,6 +84,8 @@ class Ops(ABC):
         limit: float | None = None,
     ) -> Tensor:
         """`gated` between two projections, of which the first gives both factors side by side."""
+        gate, up = gate_up(x).chunk(2, dim=-1)
+        return down(self.gated(gate, up, activation, limit))
 
     @abstractmethod
     def linear_parts(self, x: Tensor, weight: Tensor, widths: Sequence[int]) -> Sequence[Tensor]:
@@ -138,7 +140,6 @@ class Ops(ABC):
     ) -> Tensor:
         """Attention of queries (tokens, heads, dim) over pages, and over what the step wrote."""
 
-    @abstractmethod
     def self_attention(
         self,
         run: ForwardPass,
@@ -148,6 +149,9 @@ class Ops(ABC):
         cos_sin: Tensor | None,
     ) -> Tensor:
         """`qkv_write` and `paged_attention` between two projections."""
+        by_head = parts.qkv(x).unflatten(1, (-1, place.field("k").shape[1]))
+        queries, kept = self.qkv_write(run, place, by_head, cos_sin, parts.preparing)
+        return parts.out(self.paged_attention(run, place, queries, kept, parts.how).flatten(1))
 
     @abstractmethod
     def mla_attention(

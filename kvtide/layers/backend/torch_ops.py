@@ -11,7 +11,6 @@ from kvtide.layers import elementwise
 from kvtide.layers.backend.arithmetic import Arithmetic
 from kvtide.layers.backend.kernel_args import (
     AttentionParams,
-    AttentionParts,
     CompressedStream,
     ConvWeights,
     DeltaGates,
@@ -19,7 +18,6 @@ from kvtide.layers.backend.kernel_args import (
     FixedExperts,
     GatedNorm,
     Norm,
-    Projection,
     QKVParams,
     Routing,
     RoutingRule,
@@ -76,17 +74,6 @@ class TorchOps(Ops):
             gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
         return self.arithmetic.rowwise(activation, gate).to(up.dtype) * up
 
-    def gated_mlp(
-        self,
-        x: Tensor,
-        gate_up: Projection,
-        down: Projection,
-        activation: Activation,
-        limit: float | None = None,
-    ) -> Tensor:
-        gate, up = gate_up(x).chunk(2, dim=-1)
-        return down(self.gated(gate, up, activation, limit))
-
     def linear_parts(self, x: Tensor, weight: Tensor, widths: Sequence[int]) -> Sequence[Tensor]:
         return [self.arithmetic.linear(x, part) for part in weight.split(list(widths))]
 
@@ -127,18 +114,6 @@ class TorchOps(Ops):
         self, run: ForwardPass, place: Place, queries: Tensor, kept: Fields, how: AttentionParams
     ) -> Tensor:
         return paged_attention(run, place, queries, kept, how, self.arithmetic.query_block)
-
-    def self_attention(
-        self,
-        run: ForwardPass,
-        place: Place,
-        x: Tensor,
-        parts: AttentionParts,
-        cos_sin: Tensor | None,
-    ) -> Tensor:
-        by_head = parts.qkv(x).unflatten(1, (-1, place.field("k").shape[1]))
-        queries, kept = self.qkv_write(run, place, by_head, cos_sin, parts.preparing)
-        return parts.out(self.paged_attention(run, place, queries, kept, parts.how).flatten(1))
 
     def mla_attention(
         self,

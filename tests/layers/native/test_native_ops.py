@@ -21,6 +21,7 @@ from kvtide.layers.backend.kernel_args import (
     QKVParams,
     ScanParams,
 )
+from kvtide.layers.backend.ops import Ops
 from kvtide.layers.backend.packed_weight import PackedWeight
 from kvtide.layers.backend.torch_ops import TorchOps
 from kvtide.layers.dense import Linear
@@ -228,7 +229,7 @@ def test_parts_of_a_layer_in_one_call(form: str, stored: DType, native: NativeOp
     layer = Layer(native, form, stored)
     for step in STEPS:
         made = []
-        for ops in (TorchOps, NativeOps):
+        for ops in (Ops, NativeOps):
             torch.manual_seed(1)
             run = forward_pass(layer.pool, step)
             x, cos_sin = torch.randn(len(run.positions), layer.WIDTH), torch.randn(1, 2, 9)
