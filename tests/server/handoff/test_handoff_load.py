@@ -10,18 +10,23 @@ import statistics
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 
 from tests.grids import everything
-from tests.server.handoff.server_pairs import ServerPair, ServerProcess, ask, handoff_of
+from tests.server.handoff.server_pairs import (
+    COMMON,
+    ServerPair,
+    ServerProcess,
+    ask,
+    handoff_of,
+)
 from tests.server.serving import PAGE, VOCABULARY, InProcess, save_model
-from tests.server.talking import Client
 
 ROOMS = ("kvtide.engine.handoff", "kvtide.server.handoff", "kvtide.transfer.peer", "kvtide.cache")
 """Rooms whose objects are counted."""
@@ -42,27 +47,38 @@ def prompt(pages: int) -> list[int]:
 
 HEALTH_S = 0.1
 """What `/health` may take while handoffs saturate the link."""
-SLOWER = 10
-"""Or so many times what it takes without any, for one probe in a hundred: other processes may have
-the machine. Half of all probes have no such excuse."""
+SLOWER = 3
+"""Or so many times what a server beside them takes that does nothing, for one probe in a hundred:
+other processes may have the machine. Nine in ten probes have no such excuse."""
 PROBES = 300
 PAGES, PROMPTS, CLIENTS = 30, 12, 4
 PAGE_BYTES = 128 << 10
 """Of the model below."""
 
 
-def probe(client: Client) -> list[float]:
-    times = []
+class Waits(NamedTuple):
+    """How long `/health` takes: of a half, of nine tenths, and of all but one in a hundred."""
+
+    p50_s: float
+    p90_s: float
+    p99_s: float
+
+    @classmethod
+    def of(cls, times: list[float]) -> Waits:
+        found = statistics.quantiles(times, n=100)
+        return cls(found[49], found[89], found[98])
+
+
+def probed(servers: Sequence[ServerProcess]) -> list[Waits]:
+    """All of them in turns, so that the machine is as busy for each."""
+    times: list[list[float]] = [[] for _ in servers]
     for _ in range(PROBES):
-        began = time.perf_counter()
-        assert client.get("/health").status == 200
-        times.append(time.perf_counter() - began)
+        for server, mine in zip(servers, times, strict=True):
+            began = time.perf_counter()
+            assert server.client.get("/health").status == 200
+            mine.append(time.perf_counter() - began)
         time.sleep(0.002)
-    return times
-
-
-def p99(times: list[float]) -> float:
-    return statistics.quantiles(times, n=100)[98]
+    return [Waits.of(each) for each in times]
 
 
 @contextmanager
@@ -95,27 +111,24 @@ def test_health_is_answered_while_handoffs_saturate_the_link(tmp_path: Path) -> 
         hidden_size=128, head_dim=32,
     )  # fmt: skip
     few = ("--device-tokens", str(4 * PAGES * PAGE), "--host-tokens", str(5 * PAGES * PAGE))
-    with ServerPair(model, decode_flags=few) as pair:
+    with (
+        ServerPair(model, decode_flags=few) as pair,
+        closing(ServerProcess((str(model), *COMMON), {})) as bystander,
+    ):
         prompts = [prompt(PAGES) for _ in range(PROMPTS)]
         for tokens in prompts:
             ask(pair.prefill.client, tokens, max_tokens=1)
-        idle = {s: probe(s.client) for s in (pair.prefill, pair.decode)}
         before = pair.prefill.handoff()["sender"]["written_bytes"]
+        assert bystander.client.get("/health").status == 200
         with saturated(pair, prompts) as ends:
-            busy = {s: probe(s.client) for s in (pair.prefill, pair.decode)}
+            *busy, beside = probed((pair.prefill, pair.decode, bystander))
         written = pair.prefill.handoff()["sender"]["written_bytes"] - before
+        print(f"{ends['decoding']} handoffs of {written / 1e6:.0f} MB: {busy}, beside {beside}")
         assert ends["decoding"] >= 10 and not ends["failed"], ends
         assert written >= ends["decoding"] * PAGES * PAGE_BYTES
-        for server in (pair.prefill, pair.decode):
-            limit_s = max(HEALTH_S, SLOWER * p99(idle[server]))
-            late = [s for s in busy[server] if s > limit_s]
-            print(
-                f"/health p99 {1e3 * p99(idle[server]):.1f} ms idle, "
-                f"{1e3 * p99(busy[server]):.1f} ms with {ends['decoding']} handoffs of "
-                f"{written / 1e6:.0f} MB in all"
-            )
-            assert len(late) <= PROBES // 100, f"{len(late)} of {PROBES} over {limit_s:.3f} s"
-            assert statistics.median(busy[server]) <= HEALTH_S
+        for waits in busy:
+            assert waits.p50_s <= waits.p90_s <= HEALTH_S
+            assert waits.p99_s <= max(HEALTH_S, SLOWER * beside.p99_s)
         pair.settled()
 
 
