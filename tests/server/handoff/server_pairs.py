@@ -183,6 +183,13 @@ class ServerPair:
     def settled(self) -> tuple[Json, Json]:
         return self.prefill.settled(), self.decode.settled()
 
+    def until_handed_over(self, new_prompt: Callable[[], Sequence[int]]) -> None:
+        """A prefill server that was started anew is found, wherever it listens now."""
+        for _ in range(200):
+            if handoff_of(ask(self.decode.client, new_prompt())).get("state") == "decoding":
+                return
+        raise AssertionError(f"{self.decode.handoff()}\n{self.decode.child.printed}")
+
     def asking(self, prompt: Sequence[int] | str, **fields: Any) -> Open:
         """Ask the decode server, and do not wait: the client may read the answer or hang up."""
         return self.decode.client.start(PATH, **body_of(prompt, **fields))

@@ -1,8 +1,9 @@
 """Every family over HTTP: a prefill and a decode server, as processes, answer as one engine does.
 
 Every log-probability is compared, to the last bit, with an engine that keeps nothing. The
-conversations begin cold, go on with pages that the decode server has, several at a time, and end
-with a decode server that was started anew and finds its pages in a store that both servers share.
+conversations begin cold, and go on with pages that the decode server has, several at a time. Then
+the decode server is started anew, and the prefill server behind it: each finds its pages in a store
+that both share.
 """
 
 from __future__ import annotations
@@ -58,18 +59,20 @@ class Conversations:
     states   of all handoffs
     brought  tokens of prompts that the decode server's tiers had
     fetches  from storage, by what came of them
+    there    tokens of prompts that the prefill server's tiers had
     """
 
     def __init__(self, model: Path) -> None:
         self._rng = random.Random(5)
-        root = self._text(70)
-        self._prompts = [root[: n // 2] + self._text(n - n // 2) for n in LENGTHS]
+        root = self.text(70)
+        self._prompts = [root[: n // 2] + self.text(n - n // 2) for n in LENGTHS]
         self._alone: Engine = alone(model)
         self.states: Counter[str] = Counter()
         self.brought: Counter[str] = Counter()
         self.fetches: Counter[str] = Counter()
+        self.there: Counter[str] = Counter()
 
-    def _text(self, count: int) -> list[int]:
+    def text(self, count: int) -> list[int]:
         return [self._rng.randrange(1, VOCABULARY) for _ in range(count)]
 
     def turn(self, pair: ServerPair, clients: ThreadPoolExecutor) -> None:
@@ -88,11 +91,12 @@ class Conversations:
         handoff = handoff_of(found)
         assert handoff["state"] in ("decoding", "declined"), handoff
         self.states[handoff["state"]] += 1
+        self.there.update(handoff["prefill_cached_tokens"])
         usage = found["usage"]
         self.brought.update(usage["cached_tokens_details"])
         self.fetches.update(fetch["outcome"] for fetch in usage["storage_fetches"])
         assert handoff["tokens"] + sum(usage["cached_tokens_details"].values()) == usable(prompt)
-        return [*prompt, *(token for token, *_ in replied), *self._text(3 * PAGE)]
+        return [*prompt, *(token for token, *_ in replied), *self.text(3 * PAGE)]
 
     def close(self) -> None:
         self._alone.cache.close()
@@ -137,6 +141,16 @@ def test_answers_are_those_of_one_engine(family: str, prefills: str, tmp_path: P
         assert talks.states["decoding"] > 2 * len(LENGTHS)
         # Pages of one residency are not found with another.
         assert talks.fetches["fetched"] > 0 or prefills != decodes
+        for server in (pair.prefill, pair.decode):
+            server.settled()
+            acknowledged(server.url)
+        pair.restart_prefill()
+        pair.until_handed_over(lambda: talks.text(LENGTHS[0]))
+        talks.states.clear()
+        talks.there.clear()
+        talks.turn(pair, clients)
+        assert talks.states["decoding"] > 0
+        assert talks.there["storage"] > 0 or prefills != decodes
         pair.settled()
         talks.close()
 

@@ -99,18 +99,10 @@ def servers(model_folder: Path, transport: str) -> Iterator[ServerPair]:
 @pytest.fixture
 def pair(servers: ServerPair) -> Iterator[ServerPair]:
     servers.restore()
-    until_handed_over(servers)
+    servers.until_handed_over(lambda: prompt(FEW))
     yield servers
     servers.restore()
     servers.settled()
-
-
-def until_handed_over(pair: ServerPair) -> None:
-    """A prefill server that was started anew is found, wherever it listens now."""
-    for _ in range(200):
-        if handoff_of(ask(pair.decode.client, prompt(FEW))).get("state") == "decoding":
-            return
-    raise AssertionError(f"{pair.decode.handoff()}\n{pair.decode.child.printed}")
 
 
 class Caught:
@@ -198,7 +190,7 @@ def test_a_prefill_server_that_is_killed_costs_no_answer(
     pair.decode.settled()
     served(pair, alone)
     pair.restart_prefill()
-    until_handed_over(pair)
+    pair.until_handed_over(lambda: prompt(FEW))
 
 
 @pytest.mark.full
@@ -226,7 +218,7 @@ def test_a_prefill_server_that_is_frozen_keeps_its_slots_until_it_is_silent(
         pair.prefill.kill()
         pair.restart_prefill()
     pair.settled()
-    until_handed_over(pair)
+    pair.until_handed_over(lambda: prompt(FEW))
 
 
 # -- the decode server ----------------------------------------------------------------------------
@@ -245,7 +237,7 @@ def test_a_decode_server_that_is_killed_leaves_nothing_behind(
     tokens = prompt(FEW)
     assert answer(ask(pair.prefill.client, tokens)) == answer(ask(alone.client, tokens))
     pair.restart_decode()
-    until_handed_over(pair)
+    pair.until_handed_over(lambda: prompt(FEW))
 
 
 @pytest.mark.full
@@ -268,7 +260,7 @@ def test_a_decode_server_that_is_frozen_does_not_hold_the_prefill_server(
                 read(caught.request)
             pair.restart_decode()
     pair.settled()
-    until_handed_over(pair)
+    pair.until_handed_over(lambda: prompt(FEW))
 
 
 # -- both -----------------------------------------------------------------------------------------
