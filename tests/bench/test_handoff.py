@@ -20,6 +20,7 @@ from kvtide.bench.handoff.prefill_process import PrefillProcessError
 from kvtide.bench.handoff.served_engine import TimedAnswer
 from kvtide.bench.handoff.switched_transport import (
     TAIL_REGION,
+    WHOLE_WAYS,
     HostStaging,
     SwitchedTransport,
     WriteWay,
@@ -36,7 +37,7 @@ PAGE = 64
 # -- pages on their way -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("way", WriteWay)
+@pytest.mark.parametrize("way", WHOLE_WAYS)
 def test_every_way_brings_all_bytes_by_the_tail(way: WriteWay) -> None:
     pages, tail = (host_arena(1 << 16, pinned=False, shared=True) for _ in range(2))
     receiver = open_transport("shm")
@@ -56,6 +57,18 @@ def test_every_way_brings_all_bytes_by_the_tail(way: WriteWay) -> None:
         assert torch.equal(pages.data[8192:12288], source[:4096])
         assert torch.equal(tail.data[64:576], source[4096:4608])
         assert not pages.data[:8192].any() and not tail.data[576:].any()
+    link.close()
+
+
+def test_pages_may_go_without_the_tail() -> None:
+    pages, tail = (host_arena(1 << 16, pinned=False, shared=True) for _ in range(2))
+    transport = SwitchedTransport(open_transport("shm"), CPU, 1 << 16)
+    transport.way = WriteWay.WITHOUT_TAIL
+    link = transport.connect(open_transport("shm").expose([Region.of(pages), Region.of(tail)]))
+    source = torch.full((1024,), 7, dtype=torch.uint8)
+    for region in range(2):
+        write(link, WriteBatch.of(source.data_ptr(), 64, 512, region=region), 10.0)
+    assert (pages.data[64:576] == 7).all() and not tail.data.any()
     link.close()
 
 
@@ -89,7 +102,7 @@ def tokens_of(answered: TimedAnswer) -> list[int]:
 def test_the_answer_is_the_same_in_every_way(bed: HandoffBed) -> None:
     prompt = bed.prompt(500)
     expected = tokens_of(bed.alone(prompt, 6))
-    for way in WriteWay:
+    for way in WHOLE_WAYS:
         bed.flush()
         bed.switch(way)
         answered = bed.handed_over(prompt, 6)
@@ -114,7 +127,19 @@ def test_a_second_turn_sends_what_the_decode_side_lacks(bed: HandoffBed) -> None
     bed.handed_over(prompt[: found.kept_tokens + 1])
     second = bed.handed_over(prompt).request
     assert second.handoff is not None and second.handoff.tokens == PAGE
-    assert found.as_json()["of_computes_all"] > 0
+    assert found.on_neither.of(found.on_both) > 0
+
+
+def test_a_tail_that_is_not_sent_is_computed_again(bed: HandoffBed) -> None:
+    prompt = bed.prompt(4 * PAGE + 20)
+    bed.flush()
+    expected = tokens_of(bed.alone(prompt, 6))
+    bed.flush()
+    with bed.without_tails():
+        answered = bed.handed_over(prompt, 6)
+    assert tokens_of(answered) == expected
+    found = handoff_speed.tail_ways(bed, 4 * PAGE, 1)
+    assert found.tail_tokens == PAGE // 2 and found.tail_bytes > 0
 
 
 def test_a_batch_decodes_while_pages_land(bed: HandoffBed) -> None:
@@ -159,7 +184,7 @@ def test_every_part_has_its_rows(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert main(args) == 0, capsys.readouterr().out
     numbers = json.loads(found.read_text())
     assert {name: len(rows) for name, rows in numbers.items()} == {
-        "ways": 8, "landing": 2, "turn": 6, "decode": 4, "threshold": 5, "failed": 0,
+        "ways": 12, "landing": 3, "turn": 24, "tail": 3, "decode": 6, "threshold": 8, "failed": 0,
     }  # fmt: skip
     printed = capsys.readouterr().out
     assert "no goal applies" in printed and ", yes" not in printed and ", no |" not in printed

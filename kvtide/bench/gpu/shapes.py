@@ -105,6 +105,28 @@ def _qwen3(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     }
 
 
+def _falcon_h1(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    hidden, inner, dim = (config[f] for f in ("hidden_size", "intermediate_size", "head_dim"))
+    queries, keys = (config[f] * dim for f in ("num_attention_heads", "num_key_value_heads"))
+    mixed, heads = config["mamba_d_ssm"], config["mamba_n_heads"]
+    convolved = mixed + 2 * config["mamba_n_groups"] * config["mamba_d_state"]
+    layer = r"model\.layers\.\d+\."
+    return {
+        r"model\.embed_tokens\.weight|lm_head\.weight": (config["vocab_size"], hidden),
+        rf"model\.final_layernorm\.weight|{layer}\w+_layernorm\.weight": (hidden,),
+        rf"{layer}self_attn\.q_proj\.weight": (queries, hidden),
+        rf"{layer}self_attn\.[kv]_proj\.weight": (keys, hidden),
+        rf"{layer}self_attn\.o_proj\.weight": (hidden, queries),
+        rf"{layer}feed_forward\.(gate|up)_proj\.weight": (inner, hidden),
+        rf"{layer}feed_forward\.down_proj\.weight": (hidden, inner),
+        rf"{layer}mamba\.(A_log|dt_bias|D)": (heads,),
+        rf"{layer}mamba\.in_proj\.weight": (mixed + convolved + heads, hidden),
+        rf"{layer}mamba\.conv1d\.weight": (convolved, 1, config["mamba_d_conv"]),
+        rf"{layer}mamba\.conv1d\.bias": (convolved,),
+        rf"{layer}mamba\.out_proj\.weight": (hidden, mixed),
+    }
+
+
 def _deepseek_v4(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     hidden, low, dim = config["hidden_size"], config["q_lora_rank"], config["head_dim"]
     heads, groups, rank = (config[f] for f in ("num_attention_heads", "o_groups", "o_lora_rank"))
@@ -200,6 +222,12 @@ def qwen3_8b(layers: int = 36) -> Shape:
     return Shape("qwen3-8b", config, _qwen3, 64)
 
 
+def falcon_h1(layers: int = 12) -> Shape:
+    """The first layers of 34B: attention and recurrent states in each."""
+    config = {**catalog.config("falcon-h1-34b"), "num_hidden_layers": layers, "rope_theta": 1e11}
+    return Shape("falcon-h1-34b", config, _falcon_h1, 64)
+
+
 def deepseek_v4_flash(layers: int = 12, experts: int = 32, **others: Any) -> Shape:
     """The first layers with some of the experts, which fit on one device."""
     ratios: Sequence[int] = catalog.config("deepseek-v4-flash")["compress_ratios"]
@@ -248,6 +276,7 @@ def tiny(shape: Shape) -> Shape:
         "qk_rope_head_dim": 16, "o_groups": 2, "o_lora_rank": 16, "index_n_heads": 16,
         "index_head_dim": 32, "index_topk": 8, "n_routed_experts": 8, "n_group": 4, "topk_group": 4,
         "kv_lora_rank": 32, "qk_nope_head_dim": 16, "v_head_dim": 16, "moe_intermediate_size": 32,
+        "mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 16,
         "num_hash_layers": 1, "sliding_window": 16 if "sliding_window" in shape.config else None,
     }  # fmt: skip
     known = {name: value for name, value in small.items() if name in shape.config}

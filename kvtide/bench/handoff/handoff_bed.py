@@ -64,6 +64,20 @@ class HandoffBed:
     def switch(self, way: WriteWay) -> None:
         self.prefill.switch(way)
 
+    @contextmanager
+    def without_tails(self) -> Iterator[None]:
+        """The prefill server writes no tails, and the decode server computes them."""
+        self._take_tails(False)
+        self.switch(WriteWay.WITHOUT_TAIL)
+        try:
+            yield
+        finally:
+            self.switch(WriteWay.STRAIGHT)
+            self._take_tails(True)
+
+    def _take_tails(self, taken: bool) -> None:
+        self.decode.call(lambda engine: setattr(engine.handoffs.decode, "takes_tails", taken))
+
 
 @contextmanager
 def handoff_bed(case: HandoffCase) -> Iterator[HandoffBed]:

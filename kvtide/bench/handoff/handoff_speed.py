@@ -16,7 +16,7 @@ from typing import Any
 
 from kvtide.bench.handoff.handoff_bed import HandoffBed
 from kvtide.bench.handoff.served_engine import TimedAnswer
-from kvtide.bench.handoff.switched_transport import WriteWay
+from kvtide.bench.handoff.switched_transport import WHOLE_WAYS, WriteWay
 
 TURN_FRACTION = 0.9
 """Of a second turn's prompt, what the first turn has left on the decode side."""
@@ -130,7 +130,7 @@ def write_ways(bed: HandoffBed, tokens: int, rounds: int) -> WriteWays:
         return answered
 
     written: list[int] = []
-    ways = WriteWay if bed.case.transport == "shm" else (WriteWay.STRAIGHT,)
+    ways = WHOLE_WAYS if bed.case.transport == "shm" else (WriteWay.STRAIGHT,)
     variants: dict[str, Callable[[], TimedAnswer]] = {"alone": alone}
     variants |= {way.value: partial(handed_over, way) for way in ways}
     found = in_turns(variants, rounds)
@@ -195,34 +195,23 @@ def landing(bed: HandoffBed, tokens: int, rounds: int) -> Landing:
 class SecondTurn:
     """A prompt of which the first turn has left a prefix.
 
-    found          on both sides: the rest is computed and sent
-    sends_all      on the prefill side alone: the rest is computed, and all is sent
-    computes_all   on neither side: all is computed and sent
-    alone          on the decode side, which prefills the rest by itself
+    on_both      on both sides: the rest is computed and sent
+    on_decode    on the decode side alone: all is computed, and the rest is sent
+    on_prefill   on the prefill side alone: the rest is computed, and all is sent
+    on_neither   all is computed and sent
+    by_decode    on the decode side, which prefills the rest by itself
     """
 
     tokens: int
     kept_tokens: int
-    found: TimedToken
-    sends_all: TimedToken
-    computes_all: TimedToken
-    alone: TimedToken
-
-    @property
-    def of_sends_all(self) -> float:
-        return self.sends_all.of(self.found)
-
-    @property
-    def of_computes_all(self) -> float:
-        return self.computes_all.of(self.found)
-
-    @property
-    def of_alone(self) -> float:
-        return self.alone.of(self.found)
+    on_both: TimedToken
+    on_decode: TimedToken
+    on_prefill: TimedToken
+    on_neither: TimedToken
+    by_decode: TimedToken
 
     def as_json(self) -> dict[str, Any]:
-        names = ("of_sends_all", "of_computes_all", "of_alone")
-        return asdict(self) | {name: getattr(self, name) for name in names}
+        return asdict(self)
 
 
 def second_turn(bed: HandoffBed, tokens: int, rounds: int) -> SecondTurn:
@@ -237,22 +226,65 @@ def second_turn(bed: HandoffBed, tokens: int, rounds: int) -> SecondTurn:
             bed.handed_over(prompt[: kept + 1])
             bed.decode.settle()
         if not decode:
-            bed.flush(prefill=not prefill)
+            bed.decode.flush()
+        if not prefill:
+            bed.prefill.flush()
         return prompt
 
-    def found() -> TimedAnswer:
-        return bed.handed_over(turn(decode=True, prefill=True))
-
-    def sends_all() -> TimedAnswer:
-        return bed.handed_over(turn(decode=False, prefill=True))
-
-    def computes_all() -> TimedAnswer:
-        return bed.handed_over(turn(decode=False, prefill=False))
-
-    def alone() -> TimedAnswer:
-        return bed.alone(turn(decode=True, prefill=True))
+    def handed_over(*, decode: bool, prefill: bool) -> TimedAnswer:
+        return bed.handed_over(turn(decode=decode, prefill=prefill))
 
     variants: dict[str, Callable[[], TimedAnswer]] = {
-        each.__name__: each for each in (found, sends_all, computes_all, alone)
+        "on_both": partial(handed_over, decode=True, prefill=True),
+        "on_decode": partial(handed_over, decode=True, prefill=False),
+        "on_prefill": partial(handed_over, decode=False, prefill=True),
+        "on_neither": partial(handed_over, decode=False, prefill=False),
+        "by_decode": lambda: bed.alone(turn(decode=True, prefill=True)),
     }
     return SecondTurn(tokens, kept, **in_turns(variants, rounds))
+
+
+# -- the tail ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class TailWays:
+    """What is behind the last whole page of a computed prompt: sent, or computed again.
+
+    tail_tokens  behind the last whole page
+    tail_bytes   of the row that they travel in
+    """
+
+    tokens: int
+    tail_tokens: int
+    tail_bytes: int
+    sent: TimedToken
+    recomputed: TimedToken
+
+    @property
+    def saved_s(self) -> float:
+        """How much earlier the second token comes if the tail is sent."""
+        pairs = zip(self.recomputed.seconds_s, self.sent.seconds_s, strict=True)
+        return statistics.median(recomputed - sent for recomputed, sent in pairs)
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self) | {"saved_s": self.saved_s}
+
+
+def tail_ways(bed: HandoffBed, tokens: int, rounds: int) -> TailWays:
+    """The prompt is computed before, and ends in the middle of a page."""
+    memory, behind = bed.decode.engine.cache.memory, bed.page_tokens // 2
+
+    def sent() -> TimedAnswer:
+        bed.flush()
+        prompt = bed.prompt(tokens + behind)
+        (room,) = bed.prefill.open_rooms([prompt])
+        return bed.handed_over(prompt, room=room)
+
+    def recomputed() -> TimedAnswer:
+        with bed.without_tails():
+            return sent()
+
+    found = in_turns({"sent": sent, "recomputed": recomputed}, rounds)
+    size = sum(memory.slot_bytes(anchor.name) for anchor in memory.anchors)
+    return TailWays(tokens, behind, size, found["sent"], found["recomputed"])

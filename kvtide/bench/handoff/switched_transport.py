@@ -1,8 +1,9 @@
 """A sender's transport that writes pages straight to the peer's host, or stages them first.
 
-    straight   source ──▶ the peer's host
-    chunked    source ──▶ staging ──▶ the peer's host, write by write
-    staged     source ──▶ staging; behind the last page, all of staging ──▶ the peer's host
+    straight      source ──▶ the peer's host
+    without tail  the same but for the tail, of which nothing is written
+    chunked       source ──▶ staging ──▶ the peer's host, write by write
+    staged        source ──▶ staging; behind the last page, all of staging ──▶ the peer's host
 
 The staging memory is on the sender's device: with one GPU for both sides it is the peer's too.
 *staged* is what a server does whose transport writes to device memory and whose pages live on the
@@ -26,6 +27,7 @@ from kvtide.transfer.copy_engine import MAX_COPIES, BatchedCopies
 from kvtide.transfer.peer.transport import (
     Column,
     Descriptor,
+    Landed,
     MemoryKind,
     PeerLink,
     PendingWrite,
@@ -43,6 +45,11 @@ class WriteWay(Enum):
     STRAIGHT = "straight"
     CHUNKED = "chunked"
     STAGED = "staged"
+    WITHOUT_TAIL = "without tail"
+
+
+WHOLE_WAYS = (WriteWay.STRAIGHT, WriteWay.CHUNKED, WriteWay.STAGED)
+"""The ways that bring all bytes."""
 
 
 class SwitchedTransport:
@@ -98,6 +105,8 @@ class _SwitchedLink:
         if owner.way is WriteWay.STRAIGHT:
             return self._inner.begin(batch, timeout_s)
         is_last = bool((batch.region == TAIL_REGION).any())
+        if owner.way is WriteWay.WITHOUT_TAIL:
+            return Landed() if is_last else self._inner.begin(batch, timeout_s)
         if self._was_last and not is_last:
             owner.staging.free()  # The prompt before has ended.
         self._was_last = is_last

@@ -25,7 +25,7 @@ from kvtide.server.ranks.rank_processes import freeze_gc
 from kvtide.spec.families import KVDType
 
 _HEADER = ("benchmark", "model", "case", "measured", "beside", "goal: value, reached")
-PARTS = ("ways", "landing", "turn", "decode", "threshold")
+PARTS = ("ways", "landing", "turn", "tail", "decode", "threshold")
 TRANSPORTS = ("shm", "mooncake")
 _LANDING_GOALS = {"shm": 0.9, "mooncake": 0.85}
 _THRESHOLD_FACTORS = (2, 4, 8, 16, 32, 64)
@@ -62,6 +62,7 @@ def _on_gpu() -> HandoffSizes:
             "qwen3-8b": HandoffModel(qwen, "Qwen3-8B"),
             "v4-flash": HandoffModel(v4, what, KVDType.FP8),
             "v4-flash-hot": HandoffModel(v4, f"{what}, hot:1024", KVDType.FP8, hot=1024),
+            "falcon-h1": HandoffModel(shapes.falcon_h1(), "Falcon-H1-34B, 12 layers"),
         },
         tokens=(16_384, 65_536),
         batch=DecodeBatch(16, 2048, 4096),
@@ -72,7 +73,8 @@ def _on_gpu() -> HandoffSizes:
 
 def _on_cpu() -> HandoffSizes:
     """Pages of a size that a copy is seen, and a model that a core prefills within seconds."""
-    qwen, v4 = shapes.tiny(shapes.qwen3_8b()), shapes.tiny(shapes.deepseek_v4_flash())
+    given = shapes.qwen3_8b(), shapes.deepseek_v4_flash(), shapes.falcon_h1()
+    qwen, v4, falcon = map(shapes.tiny, given)
     wide = {
         "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 8, "head_dim": 64,
         "num_attention_heads": 8, "num_key_value_heads": 8,
@@ -82,6 +84,7 @@ def _on_cpu() -> HandoffSizes:
         {
             "qwen3": HandoffModel(qwen, "Qwen3, 8 layers, hidden 256, f32", dtype="float32"),
             "v4-hot": HandoffModel(v4, "tiny DeepSeek-V4, hot:16", hot=16, dtype="float32"),
+            "falcon-h1": HandoffModel(falcon, "tiny Falcon-H1", dtype="float32"),
         },
         tokens=(1024, 2048),
         batch=DecodeBatch(4, 128, 1500),
@@ -95,11 +98,13 @@ def _on_cpu() -> HandoffSizes:
 
 
 def _tiny() -> HandoffSizes:
-    qwen, v4 = shapes.tiny(shapes.qwen3_8b()), shapes.tiny(shapes.deepseek_v4_flash())
+    given = shapes.qwen3_8b(), shapes.deepseek_v4_flash(), shapes.falcon_h1()
+    qwen, v4, falcon = map(shapes.tiny, given)
     return HandoffSizes(
         {
             "qwen3": HandoffModel(qwen, "tiny Qwen3", dtype="float32"),
             "v4-hot": HandoffModel(v4, "tiny DeepSeek-V4, hot:16", hot=16, dtype="float32"),
+            "falcon-h1": HandoffModel(falcon, "tiny Falcon-H1", dtype="float32"),
         },
         tokens=(512,),
         batch=DecodeBatch(2, 64, 1000),
@@ -272,15 +277,38 @@ class _Bench:
     def _turn(self, bed: HandoffBed) -> None:
         tokens = self._sizes.tokens[0]
         found = handoff_speed.second_turn(bed, tokens, self._sizes.rounds)
-        numbers, here = found.as_json(), ms(found.found.first_s)
-        case = f"{tokens:,} tokens, {found.kept_tokens:,} on the decode side"
-        everything = f"all computed and sent {ms(found.computes_all.first_s)}"
-        ratio = self._goal(found.of_computes_all, 5)
-        self._row("turn", case, here, everything, ratio, found=numbers)
-        sent = f"the rest computed, all sent {ms(found.sends_all.first_s)}"
-        self._row("turn", case, here, sent, f"{found.of_sends_all:.2f} ×", found=numbers)
-        alone = f"the rest prefilled there {ms(found.alone.first_s)}"
-        self._row("turn", case, here, alone, f"{found.of_alone:.2f} ×", found=numbers)
+        both = f"{tokens:,} tokens, {found.kept_tokens:,} on both sides"
+        alone = f"{tokens:,} tokens, {found.kept_tokens:,} on the decode side alone"
+        compared = (
+            (both, found.on_both, "the rest computed, all sent", found.on_prefill),
+            (both, found.on_both, "all computed and sent", found.on_neither),
+            (both, found.on_both, "the rest prefilled there", found.by_decode),
+            (alone, found.on_decode, "all computed and sent", found.on_neither),
+        )
+        for number, (case, mine, what, other) in enumerate(compared):
+            first, second = other.of(mine), other.second_of(mine)
+            self._row(
+                *("turn", f"{case}, first token", ms(mine.first_s)),
+                f"{what} {ms(other.first_s)}",
+                f"{first:.2f} ×" if number else self._goal(first, 5),
+                found=found.as_json(),
+            )
+            self._row(
+                *("turn", f"{case}, second token", ms(mine.second_s)),
+                *(f"{what} {ms(other.second_s)}", f"{second:.2f} ×"),
+                found=found.as_json(),
+            )
+
+    def _tail(self, bed: HandoffBed) -> None:
+        found = handoff_speed.tail_ways(bed, self._sizes.tokens[0], self._sizes.rounds)
+        what = f"{found.tail_tokens:,} tokens in {format_bytes(found.tail_bytes)}"
+        self._row(
+            *("tail", f"{found.tokens:,} tokens, and a tail of {what}"),
+            f"second token {ms(found.sent.second_s)}",
+            f"the tail computed again {ms(found.recomputed.second_s)}",
+            f"saves {ms(found.saved_s)}",
+            found=found.as_json(),
+        )
 
     def _decode(self, bed: HandoffBed) -> None:
         sizes, tokens, batch = self._sizes, self._sizes.tokens[0], self._sizes.batch

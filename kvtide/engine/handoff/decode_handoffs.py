@@ -50,6 +50,7 @@ class DecodeHandoffs:
     handoff has ended.
 
     outbox  for the leader; other ranks send nothing
+    takes_tails  False: the tokens behind the last whole page are computed here; for benchmarks
     ended   handoffs by their last state
     handed_tokens  in pages of whole handoffs; landed_bytes: in all pages that have landed
     """
@@ -63,6 +64,7 @@ class DecodeHandoffs:
         on_over: Callable[[Request], None],
     ) -> None:
         self.outbox: Outbox = _nowhere
+        self.takes_tails = True
         self.ended: Counter[HandoffState] = Counter()
         self.handed_tokens = self.landed_bytes = 0
         self._min_tokens, self._drafts = min_tokens, drafts
@@ -118,7 +120,8 @@ class DecodeHandoffs:
         handoff, receipt = _of(request), _receipt(request)
         assert handoff.state is HandoffState.LANDED
         lease, page = request.held, self._cache.memory.page_tokens
-        fits = handoff.whole and lease.cached_tokens == receipt.boundary * page
+        fits = lease.cached_tokens == receipt.boundary * page
+        fits = fits and handoff.whole and self.takes_tails
         fits = fits and self._cache.grow(lease, len(request.params.tokens))
         if fits:
             anchors = [anchor.name for anchor in self._cache.memory.anchors]
