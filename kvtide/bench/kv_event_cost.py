@@ -392,8 +392,8 @@ def print_steps(loads: Sequence[StepLoad], turns: int) -> None:
 def print_requests() -> None:
     print(
         "| index | workload | events | index µs | engine's thread µs | of the index | "
-        f"feeding µs | {TOGETHER} together | all threads, of the index | {TOGETHER} together | "
-        "process µs | bytes |"
+        f"feeding µs | of {TOGETHER} together | all threads, of the index | "
+        f"with {TOGETHER} together | process µs | bytes |"
     )
     print("|---|---|---|---|---|---|---|---|---|---|---|---|")
     for name in CONTESTANTS:

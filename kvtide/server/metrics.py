@@ -346,12 +346,14 @@ def _storage(stats: StorageStats | None) -> Iterable[Metric]:
     for event in _STORE_EVENTS:
         objects.add_metric([event], stats.objects.get(event, 0))
     yield objects
-    coded = CounterMetricFamily(
-        "kvtide_storage_coded_bytes", "As a codec has the moved bytes.", labels=["way"]
-    )
-    for way, total in stats.coded_bytes.items():
-        coded.add_metric([way], total)
-    yield coded
+    for name, text, moved in (
+        ("bytes", "Bytes of pages that were read and written.", stats.moved_bytes),
+        ("coded_bytes", "The same as a codec has them.", stats.coded_bytes),
+    ):
+        counter = CounterMetricFamily(f"kvtide_storage_{name}", text, labels=["way"])
+        for way, total in moved.items():
+            counter.add_metric([way], total)
+        yield counter
 
 
 def _gauge(name: str, text: str, value: float) -> Metric:

@@ -32,14 +32,27 @@ def test_events_take_at_most_a_twentieth_of_the_indexs_time(name: str, workload:
     pytest.fail(f"{tries} of the index's time")
 
 
-@pytest.mark.parametrize("output_tokens", [1, 16])
-def test_a_step_costs_little_more_with_a_publisher(output_tokens: int) -> None:
+def test_requests_that_are_fed_together_share_what_a_feed_costs() -> None:
+    tries = []
+    for _ in range(TRIES):
+        alone, together = (
+            measure("full", make("chat", users=12), 40_000, 64, count).feeding_us
+            for count in (1, 8)
+        )
+        tries.append(together / alone)
+        if together < 0.75 * alone:
+            return
+    pytest.fail(f"{tries} of what they cost one by one")
+
+
+@pytest.mark.parametrize(("memory", "output_tokens"), [("full", 1), ("window", 1), ("window", 16)])
+def test_a_step_costs_little_more_with_a_publisher(memory: str, output_tokens: int) -> None:
     """Where the model takes some time, the publisher works meanwhile."""
-    load = StepLoad("window", output_tokens, 20.0, requests=4, batch=4, prompt_tokens=512)
+    load = StepLoad(memory, output_tokens, 20.0, requests=4, batch=4, prompt_tokens=512)
     ratios = []
     for _ in range(TRIES):
         cost = measure_steps(load, 1)
-        assert cost.events > 0 and cost.quiet_ms >= load.model_ms
+        assert cost.events > 0 and cost.quiet_ms >= load.model_ms and cost.feeding_ms > 0
         ratios.append(cost.ratio)
         if cost.ratio < MAX_RATIO:
             return

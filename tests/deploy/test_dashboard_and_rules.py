@@ -19,9 +19,10 @@ PAGE = 16
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Samples:
-    """What two servers report after some requests: one alone, with a draft and a store, and one
-    that takes part in handoffs."""
+    """What three servers report after some requests: one alone, with a draft and a store with a
+    codec, one that takes part in handoffs, and one with hot buffers that publishes events."""
     from kvtide.server.settings import Settings
+    from tests.models.tiny import oracle
     from tests.server.serving import save_model, save_tokenizer
     from tests.server.test_speculation import save_draft
 
@@ -33,7 +34,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Samples:
     }
     alone = Settings(
         **common,
-        storage=f"file://{folder}/pages?cap=100MB",
+        storage=f"file://{folder}/pages?cap=100MB&codec=lossless",
         draft=str(save_draft(model, folder / "draft")),
     )
     peer = Settings(
@@ -43,7 +44,17 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Samples:
         prefill_from="http://127.0.0.1:9",
         speculate="none",
     )
-    return samples([scraped(settings) for settings in (alone, peer)])
+    sparse = folder / "sparse"
+    oracle("deepseek_v32").save_pretrained(sparse)
+    hot = Settings(
+        **{**common, "model": str(sparse)},
+        storage="none",
+        resident="hot:24",
+        max_running=2,
+        kv_events="tcp://127.0.0.1:0",
+        kv_events_replay="tcp://127.0.0.1:0",
+    )
+    return samples([scraped(settings) for settings in (alone, peer, hot)])
 
 
 def scraped(settings: Any) -> str:
@@ -89,6 +100,14 @@ def queries() -> dict[str, str]:
         for panel in panels()
         for target in panel["targets"]
     }
+
+
+def test_parts_that_only_some_servers_have_are_watched_too() -> None:
+    """KV events, hot buffers, codecs and grammars, on the dashboard and by rules."""
+    parts = ("kvtide_kv_event", "kvtide_hot_", "kvtide_storage_coded_bytes", "kvtide_grammar_")
+    for part in parts:
+        assert any(part in query for query in queries().values()), part
+        assert any(part in rule["expr"] for rule in rules()), part
 
 
 def test_every_series_of_the_dashboard_exists(found: Samples) -> None:

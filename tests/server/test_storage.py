@@ -125,6 +125,8 @@ def test_a_coded_store_gives_pages_back_and_shows_what_it_has_in_fewer_bytes(
     samples = scraped(client)
     for way, total in coded.items():
         assert samples["kvtide_storage_coded_bytes_total", frozenset({("way", way)})] == total
+        raw = samples["kvtide_storage_bytes_total", frozenset({("way", way)})]
+        assert raw == report["moved_bytes"][way] > 0
     assert any("were written as" in note for note in report["store"]["notes"])
 
 
