@@ -126,7 +126,6 @@ COMPLETION = {
         }
     ),
     "best_of": RefusedField("ask for n choices instead", (*EMPTY, 1)),
-    "add_special_tokens": RefusedField("send token ids", (True,)),
 }
 CHAT = {
     **EVERYWHERE,

@@ -262,7 +262,7 @@ def _handed(
 
 def _prompts(body: Fields, tokenizer: Tokenizer | None) -> list[list[int]]:
     """A text, token ids, or a list of either."""
-    given = body.get("prompt")
+    given, add_special = body.get("prompt"), body.flag("add_special_tokens", default=True)
     if isinstance(given, str) or (isinstance(given, list) and type(next(iter(given), None)) is int):
         given = [given]
     if not isinstance(given, list) or not given:
@@ -271,7 +271,7 @@ def _prompts(body: Fields, tokenizer: Tokenizer | None) -> list[list[int]]:
             "missing_required_parameter" if given is None else "invalid_type",
             "prompt",
         )
-    return [_tokens(prompt, tokenizer) for prompt in given]
+    return [_tokens(prompt, tokenizer, add_special=add_special) for prompt in given]
 
 
 def _are_ids(given: Sequence[object]) -> bool:
@@ -279,13 +279,13 @@ def _are_ids(given: Sequence[object]) -> bool:
     return {*map(type, given)} == {int}
 
 
-def _tokens(prompt: object, tokenizer: Tokenizer | None) -> list[int]:
+def _tokens(prompt: object, tokenizer: Tokenizer | None, *, add_special: bool) -> list[int]:
     if isinstance(prompt, str):
         if tokenizer is None:
             raise RequestError(
                 "this model came without a tokenizer; send token ids as the prompt", param="prompt"
             )
-        return tokenizer.encode(prompt)
+        return tokenizer.encode(prompt, add_special=add_special)
     if isinstance(prompt, list) and _are_ids(prompt):
         return prompt
     raise RequestError(

@@ -18,8 +18,8 @@ def packed(prompt: list[int]) -> bytes:
     return np.array(prompt, "<i4").tobytes()
 
 
-def line(prompt: list[int], turns: int = 2) -> PromptLine:
-    return PromptLine(asked=packed(prompt), turns=turns)
+def line(prompt: list[int], prompts: int = 2) -> PromptLine:
+    return PromptLine(asked=packed(prompt), prompts=prompts)
 
 
 TOOLS, SYSTEM, TALK = tokens(4000), tokens(2000), tokens(6000)
@@ -88,6 +88,6 @@ def test_bytes_of_two_tokens_are_not_taken_for_one() -> None:
 
 
 def test_lines_of_one_prompt_go_first() -> None:
-    lines = [line(MAIN), line(TITLE, turns=1), line(AGENT), line(tokens(5), turns=1)]
+    lines = [line(MAIN), line(TITLE, prompts=1), line(AGENT), line(tokens(5), prompts=1)]
     assert first_to_go(lines) is lines[1]
     assert first_to_go([lines[2], lines[0]]) is lines[2]

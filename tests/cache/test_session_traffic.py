@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from kvtide.cache import Namespace, Tier
 from kvtide.cache.sessions.prompt_lines import MAX_LINES
-from kvtide.cache.sessions.session_pins import STALE_TURNS
+from kvtide.cache.sessions.session_pins import STALE_PROMPTS
 from tests.cache.building import Rig, text
 from tests.cache.memories import FULL, PAGE, WINDOW
 from tests.grids import everything
@@ -42,8 +42,8 @@ class Line:
     """`pages` are pinned."""
 
     document: int
-    front: int = 0
-    turns: int = 0
+    asked: tuple[int, int] | None = None  # Front and pages of the last prompt.
+    prompts: int = 0
     used: int = 0
     pages: int = 0
 
@@ -54,7 +54,7 @@ class Conversation:
 
     owner: Namespace
     lines: list[Line] = field(default_factory=list)
-    turns: int = 0
+    prompts: int = 0
     expires: float = math.inf
 
     @property
@@ -62,7 +62,7 @@ class Conversation:
         return sum(line.pages for line in self.lines)
 
     def first_to_go(self, lines: list[Line]) -> Line:
-        once = [line for line in lines if line.turns == 1]
+        once = [line for line in lines if line.prompts == 1]
         return (once or lines)[0]
 
 
@@ -105,12 +105,13 @@ class SessionTraffic(RuleBasedStateMachine):
         name, tokens = f"{owner.cache_salt}{number}", written(document, pages, front)
         prompt = self.rig.cache.prompt(tokens, owner)
         session = self._used(name, owner, ttl)
-        session.turns += 1
         line = self._line(session, document)
         change = self.sessions.asked(name, prompt, ttl)
-        assert (change is not None) == (line.turns > 0 and line.front != front)
+        assert (change is not None) == (line.asked is not None and line.asked[0] != front)
         self.changed += change is not None
-        line.front, line.turns, line.used = front, line.turns + 1, session.turns
+        if line.asked != (front, pages):
+            session.prompts, line.prompts = session.prompts + 1, line.prompts + 1
+        line.asked, line.used = (front, pages), session.prompts
         lease = self.rig.begin(tokens, owner)
         if lease is not None:
             self.rig.settle()
@@ -135,8 +136,8 @@ class SessionTraffic(RuleBasedStateMachine):
         """A line has what the others of its session leave."""
         line.pages = 0
         for other in session.lines:
-            stale = session.turns - other.used >= STALE_TURNS
-            yields = line.turns > 1 and (other.turns == 1 or stale)
+            stale = session.prompts - other.used >= STALE_PROMPTS
+            yields = line.prompts > 1 and (other.prompts == 1 or stale)
             if yields and session.pages + pages > MAX_SHARED_PAGES:
                 other.pages = 0
         line.pages = min(found, MAX_SHARED_PAGES - session.pages)

@@ -350,12 +350,24 @@ def test_a_line_that_is_not_used_any_more_gives_way_in_the_end(build):
     turn(rig, text(1, 7))
     turn(rig, text(1, 8))
     held = []
-    for _ in range(session_pins.STALE_TURNS):
-        turn(rig, text(2, 4))
+    for extra in range(session_pins.STALE_PROMPTS):
+        turn(rig, text(2, 4, extra=extra % 3 + 1))
         held.append(pinned(rig))
-    assert held == [8] * (session_pins.STALE_TURNS - 1) + [4]
+    assert held == [8] * (session_pins.STALE_PROMPTS - 1) + [4]
     rig.cache.flush(Tier.DEVICE)
     assert (rig.found(text(1, 8)), rig.found(text(2, 4))) == (0, 4 * PAGE)
+
+
+def test_a_prompt_that_is_sent_again_counts_once(build):
+    """As the choices of one request do."""
+    rig = build(device=20, host=0, session_fraction=0.5, session_share=0.8)
+    turn(rig, text(1, 7))
+    turn(rig, text(1, 8))
+    for _ in range(2 * session_pins.STALE_PROMPTS):
+        turn(rig, text(2, 4))
+    assert pinned(rig) == 8
+    rig.cache.flush(Tier.DEVICE)
+    assert (rig.found(text(1, 8)), rig.found(text(2, 4))) == (8 * PAGE, 0)
 
 
 def test_a_prefetch_of_a_session_is_that_of_its_last_prompt(build):

@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 
 from kvtide.server import app
 from kvtide.server.settings import Settings
-from tests.server.serving import PAGE, VOCABULARY, InProcess
+from tests.server.serving import END, PAGE, VOCABULARY, InProcess
 from tests.server.talking import Client, Json, joined
 
 PATH = "/v1/completions"
@@ -83,6 +84,23 @@ def test_a_text_is_as_good_as_its_tokens(server: InProcess, client: Client) -> N
     text = only(client.complete(PROMPT, **GREEDY))["text"]
     assert only(client.complete(ids, **GREEDY))["text"] == text
     assert client.complete(ids, **GREEDY)["usage"]["prompt_tokens"] == len(ids)
+
+
+def test_a_completion_says_whether_special_tokens_frame_its_prompt(
+    server: InProcess, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    core = tokenizers.Tokenizer.from_str(server.engine.tokenizer._core.to_str())
+    core.post_processor = tokenizers.processors.TemplateProcessing(
+        single=f"{END} $0", special_tokens=[(END, core.token_to_id(END))]
+    )
+    monkeypatch.setattr(server.engine.tokenizer, "_core", core)
+    framed, bare = (
+        client.complete("the cat", max_tokens=1, add_special_tokens=added)["usage"]["prompt_tokens"]
+        for added in (True, False)
+    )
+    assert framed == bare + 1 == client.complete("the cat", max_tokens=1)["usage"]["prompt_tokens"]
+    reply = client.post("/v1/completions", {"prompt": "a", "add_special_tokens": "no"})
+    assert reply.status == 400 and "true or false" in reply.problem
 
 
 def test_several_prompts_are_answered_in_order(client: Client) -> None:

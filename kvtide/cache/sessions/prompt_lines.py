@@ -47,14 +47,14 @@ class PromptChange(NamedTuple):
 class PromptLine:
     """asked: the last prompt, packed; `prompt`: the same with its answer, once there is one.
 
-    turns  prompts so far
-    used   which of its session's prompts was the last one
+    prompts  so far, without those that were sent again
+    used     which of its session's prompts was the last one
     """
 
     asked: bytes = b""
     prompt: Prompt | None = None
     lease: IndexLease | None = None
-    turns: int = 0
+    prompts: int = 0
     used: int = 0
 
     @property
@@ -97,7 +97,7 @@ def find_line(
 
 def first_to_go(lines: Sequence[PromptLine]) -> PromptLine:
     """Of lines, least recently used first."""
-    return next((line for line in lines if line.turns < 2), lines[0])
+    return next((line for line in lines if line.prompts < 2), lines[0])
 
 
 def _repeated(before: bytes, after: bytes) -> int:

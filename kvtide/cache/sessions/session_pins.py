@@ -5,7 +5,7 @@ where it is now, until its TTL has passed since its last request. Pins are bound
 
 - One session pins no more than its part: of a longer prefix the first part, as far as that can be
   resumed. A line has what the session's other lines leave. To a line that was continued, those that
-  had one prompt only leave all, and so do those that were not used for `STALE_TURNS` prompts.
+  had one prompt only leave all, and so do those that were not used for `STALE_PROMPTS` prompts.
 - All sessions pin no more than their fraction of the device (of hot pools, of the host). Past it,
   the namespace that pins most gives up a line of its least recently used session, and so on. So a
   namespace that pins no more than total / namespaces loses nothing to the others.
@@ -39,7 +39,7 @@ from kvtide.spec import Tier
 MAX_SESSIONS = 8192
 MAX_REMEMBERED_TOKENS = 1 << 24
 """Of the last prompts of all sessions together, with their answers: 64 MiB."""
-STALE_TURNS = 8
+STALE_PROMPTS = 8
 
 Owner = Namespace | Hidden
 
@@ -77,12 +77,17 @@ class SessionStats(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Session:
-    """`lines`, least recently used first, are one at least. `turns` counts prompts."""
+    """`lines`, least recently used first, are one at least.
+
+    turns    requests so far
+    prompts  those whose prompt differs from its line's last one
+    """
 
     name: str
     owner: Owner
     lines: list[PromptLine] = field(default_factory=list)
     turns: int = 0
+    prompts: int = 0
     used: float = 0.0
     expires: float = math.inf
     remembered: int = 0
@@ -154,8 +159,10 @@ class Sessions:
         session.turns += 1
         line, change = self._line(session, prompt)
         self.changed += change is not None
-        line.asked, line.prompt = prompt.packed, None
-        line.turns += 1
+        if line.asked != prompt.packed:
+            session.prompts += 1
+            line.prompts += 1
+        line.asked, line.prompt, line.used = prompt.packed, None, session.prompts
         self._remember(session)
         return change
 
@@ -296,14 +303,14 @@ class Sessions:
             self._unpin(session, gone)
             session.lines.remove(gone)
         session.lines.append(line)
-        line.used = session.turns
+        line.used = session.prompts
         return line, change
 
     def _make_room(self, session: Session, line: PromptLine, prompt: Prompt) -> int:
         """The page up to which a line may pin this prompt, after others have given way."""
         pages = max(0, prompt.tokens - prompt.holdback) // self._page
-        for other in session.pinned if line.turns > 1 else []:
-            yields = other.turns < 2 or session.turns - other.used >= STALE_TURNS
+        for other in session.pinned if line.prompts > 1 else []:
+            yields = other.prompts < 2 or session.prompts - other.used >= STALE_PROMPTS
             if yields and self._room(session) < pages:
                 self._unpin(session, other)
         return self._room(session)
