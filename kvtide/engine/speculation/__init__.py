@@ -12,6 +12,7 @@ engine without speculation, at any temperature.
 `drafter`         what proposes drafts
 `ngram`           prompt lookup: drafts from the request's own tokens
 `model_drafter`   drafts by a draft model (EAGLE3, MTP) over the target's pages
+`deferred_rows`   tokens that the draft is yet to be extended over
 `draft_graphs`    the passes of a draft model as CUDA graphs
 `draft_length`    how many drafts a request gets
 `round_prices`    what a round costs on this device, measured in the engine's steps

@@ -1,10 +1,11 @@
 """Drafts by a draft model (EAGLE3, MTP) whose KV lies in the target's pages.
 
-After every step the draft is extended over the step's tokens, with what the target computed there:
-an entry at position t needs the token at t + 1. Its last row predicts the first draft; each further
-draft takes a pass of one row, on the draft's own hidden state. Those rows are written behind the
-extended ones, and the next extension overwrites them. Where steps run as CUDA graphs, so do these
-passes (`draft_graphs`), but for the tokens of prefill chunks.
+After a step the draft is extended over the step's tokens, with what the target computed there: an
+entry at position t needs the token at t + 1. While there are no drafts this waits for several steps
+(`deferred_rows`). Its last row predicts the first draft; each further draft takes a pass of one
+row, on the draft's own hidden state. Those rows are written behind the extended ones, and the next
+extension overwrites them. Where steps run as CUDA graphs, so do these passes (`draft_graphs`), but
+for the tokens of prefill chunks, and for those that waited.
 
 A page of the prefix without its draft sidecar is left out of the draft's page table: the draft then
 attends to the others. Keys are rotated before they are stored, so that nothing else changes.
@@ -31,6 +32,7 @@ from kvtide.engine.rank_topology import RankTopology
 from kvtide.engine.request import Request
 from kvtide.engine.runner import StepOutput
 from kvtide.engine.sampling.sampler import SamplingInput, sample_all, sampling_columns
+from kvtide.engine.speculation.deferred_rows import DeferredRows, DraftRow
 from kvtide.engine.speculation.draft_graphs import DraftGraphRow, DraftGraphs
 from kvtide.engine.speculation.drafter import DraftLimits, DraftWish, UnreadDrafts, UnreadStep
 from kvtide.engine.staging import Staging
@@ -38,18 +40,6 @@ from kvtide.layers import Step
 from kvtide.models.draft import DraftModel
 
 _ALONE = RankTopology()
-
-
-class DraftRow(NamedTuple):
-    """New rows of one sequence: tokens at `position` + 1 and on.
-
-    source  the first row of what the features are given by, as many as there are tokens
-    """
-
-    lease: Lease
-    position: int
-    tokens: Sequence[int]
-    source: int
 
 
 @dataclass(slots=True)
@@ -128,6 +118,7 @@ class ModelDrafter:
         self._graphs: DraftGraphs | None = None
         self._launched: _Launched | None = None
         self._drafted_ahead: set[Request] = set()
+        self._deferred = DeferredRows(cache.memory.page_tokens, self._staging)
         self.captures, self.writes = captures, cache.memory.draft_sidecars
 
     def use_graphs(self, capture: GraphCapture, limits: DraftLimits) -> None:
@@ -160,18 +151,27 @@ class ModelDrafter:
                     rows[request] = row
         if not rows:
             return
+        if not wishes and not ahead and _are_decoded(rows):
+            if self._deferred.add(rows, output.captured):
+                self._catch_up(self.model)
+            return
+        self._catch_up(self.model)
         if self._graphs is not None and not ahead:
             self._launched = self._launch(self.model, self._graphs, rows, output.captured, wishes)
             return
         self._extend(self.model, list(rows.values()), output.captured)
+
+    def _catch_up(self, draft: DraftModel) -> None:
+        """Extend over all rows that were deferred."""
+        if (deferred := self._deferred.take()) is not None:
+            self._extend(draft, *deferred)
 
     def _extend(self, draft: DraftModel, rows: Sequence[DraftRow], captured: Tensor) -> None:
         """A pass over the rows outside of graphs."""
         hidden, end = self._forward_captured(draft, rows, captured), 0
         for row in rows:
             end += len(row.tokens)
-            reached = row.position + len(row.tokens)
-            self._extended[row.lease] = _Extended(reached, hidden[end - 1 : end])
+            self._extended[row.lease] = _Extended(row.end, hidden[end - 1 : end])
 
     def captured(self, output: StepOutput, number: int) -> Callable[[], list[Tensor]] | None:
         if self.model is None or not self._topology.is_logits_rank:
@@ -200,8 +200,9 @@ class ModelDrafter:
     def _row(self, request: Request, first: int, end: int, past: int) -> DraftRow | None:
         """What is new to the draft of the step's rows [first, end) after `past` tokens."""
         lease = request.held
-        known = self._extended.get(lease)
-        begin = lease.cached_tokens if known is None else known.end
+        known, begin = self._extended.get(lease), self._deferred.end(request)
+        if begin is None:
+            begin = lease.cached_tokens if known is None else known.end
         assert past <= begin, "the target skipped tokens that the draft has yet to see"
         last = min(past + end - first, request.length - 1)
         if last <= begin:
@@ -225,7 +226,7 @@ class ModelDrafter:
         limits = dict(wishes)
         graph_rows = []
         for request, row in rows.items():
-            self._extended[row.lease] = _Extended(row.position + len(row.tokens), None)
+            self._extended[row.lease] = _Extended(row.end, None)
             if request in long:
                 done = len(row.tokens) - 1
                 row = DraftRow(row.lease, row.position + done, row.tokens[-1:], row.source + done)
@@ -401,6 +402,15 @@ class ModelDrafter:
             left_out = int(absent[:whole].sum())
             slots_of[anchor] = slots[~absent]
         return _DraftTable(version, slots_of, left_out)
+
+
+def _are_decoded(rows: Mapping[Request, DraftRow]) -> bool:
+    """Whether each is of one token that was decoded: what is behind a prompt's last token waits for
+    nothing, and a peer may get it."""
+    return all(
+        len(row.tokens) == 1 and row.position >= len(request.params.tokens)
+        for request, row in rows.items()
+    )
 
 
 def _sampling_input(request: Request, drafted: Sequence[int]) -> SamplingInput:

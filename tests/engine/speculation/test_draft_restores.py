@@ -71,7 +71,15 @@ class Bed:
     """An engine that drafts, over tiers of its own."""
 
     def __init__(
-        self, pair: Pair, drafts: int, chunk: int, seen: Seen, store: str = "", draft: bytes = b""
+        self,
+        pair: Pair,
+        drafts: int,
+        chunk: int,
+        seen: Seen,
+        store: str = "",
+        draft: bytes = b"",
+        *,
+        graphs: bool = False,
     ) -> None:
         target, model = pair
         sizes = Tokens(640), Tokens(2560)
@@ -85,12 +93,13 @@ class Bed:
         self.cache = TieredCache(target.memory, config)
         if store:
             self.cache.storage.attach(open_store(store, self.cache.storage.space))
-        inner = ModelDrafter(model, model.captures, self.cache, target.vocabulary)
-        self.drafter = ConsistentDrafter(inner, seen)
+        self.inner = ModelDrafter(model, model.captures, self.cache, target.vocabulary)
+        self.drafter = ConsistentDrafter(self.inner, seen)
         self.engine = Engine(
             target,
             self.cache,
             chunk_tokens=chunk,
+            cuda_graphs=graphs,
             drafter=self.drafter,
             draft_tokens=drafts,
             fixed_drafts=True,
