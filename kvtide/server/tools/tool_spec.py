@@ -14,7 +14,9 @@ MAX_TOOLS = 512
 MAX_TOOL_BYTES = 1 << 20
 """All tools of a request as JSON: the prompt has all of them."""
 MAX_SCHEMA_DEPTH = 64
-NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+MAX_NAME = 64
+"""Characters of a tool's name."""
+NAME = re.compile(rf"[A-Za-z0-9_-]{{1,{MAX_NAME}}}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,12 +38,6 @@ class FunctionTool:
         description = {"description": self.description} if self.description else {}
         function = {"name": self.name, **description, "parameters": self.parameters}
         return {"type": "function", "function": function}
-
-    def property_schema(self, name: str) -> Mapping[str, object]:
-        """The schema of one argument; empty where there is none."""
-        properties = self.parameters.get("properties")
-        found = properties.get(name) if isinstance(properties, Mapping) else None
-        return found if isinstance(found, Mapping) else {}
 
 
 class ChoiceMode(Enum):
