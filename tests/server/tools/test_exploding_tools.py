@@ -80,8 +80,8 @@ def test_a_schema_that_explodes_takes_bounded_time_and_memory(kind: str, name: s
             assert model(name).grammars.compiled(ToolRequest(tools, REQUIRED), "", None)
         except RequestError as refusal:
             refusals.append(refusal)
-    for refusal in refusals:
-        assert refusal.param == "tools" and len(str(refusal)) < 300 and "; " in str(refusal)
+    for each in refusals:
+        assert each.param == "tools" and len(str(each)) < 300 and "; " in str(each)
     took_s = time.process_time() - started
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
     assert took_s < 20 and grown < 300_000, f"{took_s:.1f} s, {grown} KB"
