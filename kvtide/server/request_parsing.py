@@ -37,6 +37,8 @@ MAX_CHOICES = 128
 MAX_STOPS = 16
 MAX_LOGPROBS = 20
 MAX_PRIORITY = 1_000_000
+MAX_CHAT_NAME = 64
+"""Characters of a tool's name in a chat completion, as OpenAI documents them."""
 DEFAULT_CHAT_TOKENS = 1024
 """`max_tokens` of a chat that names none. Slots for all of it are reserved at admission."""
 DEFAULT_COMPLETION_TOKENS = 16
@@ -116,8 +118,20 @@ class RequestParser:
         requests = [replace(scored, tokens=tuple(prompt)) for prompt in prompts]
         return self._parsed(body, requests, chat=False, echo=echo, logprobs=logprobs)
 
+    def chat_completion(self, body: Fields) -> ParsedRequest:
+        """The body of `/v1/chat/completions`: a chat with OpenAI's limit of names."""
+        parsed = self.chat(body)
+        for tool in parsed.tools.tools:
+            if len(tool.name) > MAX_CHAT_NAME:
+                raise RequestError(
+                    f"the tool name {tool.name!r:.80} has {len(tool.name)} characters, and a chat "
+                    f"takes {MAX_CHAT_NAME}; rename it, or use /v1/responses or /v1/messages",
+                    param="tools",
+                )
+        return parsed
+
     def chat(self, body: Fields, default_tokens: int = DEFAULT_CHAT_TOKENS) -> ParsedRequest:
-        """The body of `/v1/chat/completions`; without a limit it gets so many tokens."""
+        """A chat of any API; without a limit it gets so many tokens."""
         tools, text = self._rendered(body)
         prompt = self._encoded(text)
         alternatives = body.integer("top_logprobs", 0, 0, MAX_LOGPROBS)

@@ -410,6 +410,26 @@ def test_what_is_no_tool_is_refused(client: Client, field: Json, param: str, wor
     assert reply.json()["error"]["param"] == param
 
 
+def test_names_are_as_long_as_each_api_has_them(client: Client) -> None:
+    """OpenAI documents 64 characters for chats; Anthropic takes 128, which clients use."""
+    name, schema = "mcp__plugin_" + "a" * 100 + "__read", {"type": "object"}
+    chat = {"messages": as_messages("a"), "max_tokens": 2}
+    function = {"type": "function", "name": name, "parameters": schema}
+    reply = client.post(PATH, {**chat, "tools": [{"type": "function", "function": function}]})
+    assert reply.status == 400 and "has 118 characters, and a chat takes 64" in reply.problem
+    assert reply.json()["error"]["param"] == "tools"
+    called = {"tools": [{"name": name, "input_schema": schema}], "tool_choice": {"type": "any"}}
+    message = client.post("/v1/messages", {**chat, **called, "max_tokens": 300}).json()
+    assert message["content"][0]["name"] == name
+    answer = {"role": "assistant", "content": message["content"][:1]}
+    result = {"type": "tool_result", "tool_use_id": message["content"][0]["id"], "content": "x"}
+    turns = [*chat["messages"], answer, {"role": "user", "content": [result]}]
+    again = client.post("/v1/messages", {**chat, "messages": turns, "tools": called["tools"]})
+    assert again.status == 200
+    asked = {"input": "a", "tools": [function], "max_output_tokens": 2}
+    assert client.post("/v1/responses", asked).status == 200
+
+
 def test_a_completion_takes_no_tools(client: Client) -> None:
     reply = client.post("/v1/completions", {"prompt": "a", "tools": TOOLS})
     assert reply.status == 400 and "/v1/chat/completions" in reply.problem

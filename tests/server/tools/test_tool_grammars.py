@@ -10,10 +10,11 @@ from llguidance import LLMatcher, LLTokenizer
 
 from kvtide.engine.grammar.grammar import Grammar
 from kvtide.server.tools.grammars.lark_rules import LarkRules
+from kvtide.server.tools.output_events import CallBegin
 from kvtide.server.tools.parser_registry import FORMATS, ChatFormats
 from kvtide.server.tools.tool_spec import ChoiceMode, FunctionTool, ToolChoice, ToolRequest
 from tests.server.tools.recorded import NOW, TOOLS, WEATHER
-from tests.server.tools.written_calls import ONE, TWO
+from tests.server.tools.written_calls import ONE, TWO, written
 
 BYTES = LLTokenizer("byte")
 REQUIRED = ToolChoice(ChoiceMode.REQUIRED)
@@ -186,3 +187,18 @@ def test_schemas_that_cannot_be_enforced_bind_strict_tools_alone() -> None:
     assert takes(loose, '<tool_call>\n{"name": "f", "arguments": {"a": "x"}}\n</tool_call>')
     strict = grammar("hermes", tools=(FunctionTool("f", "", schema, strict=True),))
     assert "format" in LLMatcher.validate_grammar(LLMatcher.grammar_from_lark(strict.text), BYTES)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_calls_of_odd_and_long_names_are_taken_and_read(name: str) -> None:
+    for called in ("a" * 128, "3d-render", "-x_", "mcp__plugin_long-name__read"):
+        tools = (FunctionTool(called, "", {"type": "object", "properties": {"a": {}}}),)
+        request = ToolRequest(tools, REQUIRED)
+        composed = grammar(name, tools=tools)
+        text = written(name, called, {"a": 5})
+        assert takes(composed, text), called
+        parser = ChatFormats(None, "", name).parser_factory(request, "")()
+        pieces = [text[at : at + 3] for at in range(0, len(text), 3)]
+        events = [event for piece in pieces for event in parser.feed(piece)]
+        begun = [e.name for e in (*events, *parser.finish()) if isinstance(e, CallBegin)]
+        assert begun == [called]
