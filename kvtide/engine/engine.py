@@ -89,7 +89,7 @@ class Engine:
         self.vocabulary, self._positions = cache.agreement.all_min(
             [model.vocabulary, model.max_positions]
         )
-        self._grammars = GrammarCompiler(tokenizer, self.vocabulary)
+        self.grammars = GrammarCompiler(tokenizer, self.vocabulary)
         self._staging = Staging(cache.config.torch_device)
         self.masks = StepMasks(self.vocabulary, self._staging)
         has_graphs = cuda_graphs and topology.ranks == 1 and model.uses_kernels
@@ -159,7 +159,7 @@ class Engine:
         if self._speculation is not None:
             self._speculation.warm_up(self.max_sequence_tokens)
         warm_up_sampling(self.vocabulary, self._staging)
-        self._grammars.warm_up()
+        self.grammars.warm_up()
 
     def submit(self, params: RequestParams) -> Request:
         """Queue a request, or refuse what can never be served."""
@@ -173,7 +173,7 @@ class Engine:
         self.handoffs.check(request)
         if self.tokenizer is not None:
             request.text = params.output_text(self.tokenizer)
-        request.matcher = self._grammars.matcher(checked)
+        request.matcher = self.grammars.matcher(checked)
         if params.pin is not None:
             ttl_s, sessions = params.session_ttl_s, self.cache.sessions
             request.prompt_change = sessions.asked(params.pin, prompt, ttl_s)
@@ -421,7 +421,7 @@ class Engine:
         Any thread may call it: it reads what is fixed when the engine is made.
         """
         limits = ServedLimits(self.vocabulary, self.max_sequence_tokens, self.tokenizer is not None)
-        return self._grammars.compiled(check_request(params, limits))
+        return self.grammars.compiled(check_request(params, limits))
 
 
 def _unnoticed() -> None:

@@ -289,12 +289,6 @@ def check_request(params: RequestParams, limits: ServedLimits) -> CheckedRequest
         raise RequestError(
             f"token ids of logit_bias must lie in 0..{limits.vocabulary - 1}", param="logit_bias"
         )
-    if params.grammar is not None and not limits.has_tokenizer:
-        raise RequestError(
-            "a format of the output needs a tokenizer, and this model came without one; ask for "
-            "plain text",
-            param="response_format",
-        )
     if params.max_tokens < 0:
         raise RequestError(
             f"max_tokens is {params.max_tokens}; ask for 0 or more", param="max_tokens"

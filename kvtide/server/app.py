@@ -173,7 +173,7 @@ class App:
         return await self.generate(request, self._parser.completion)
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
-        return await self.generate(request, self._parser.chat)
+        return await self.generate(request, self._parser.chat_completion)
 
     async def generate(
         self,

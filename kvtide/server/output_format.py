@@ -10,10 +10,13 @@ from collections.abc import Mapping
 
 from kvtide.engine import RequestError
 from kvtide.engine.grammar.grammar import Grammar
+from kvtide.engine.grammar.grammar_compiler import GrammarCompiler, GrammarError
 from kvtide.engine.sampling.sampling_params import MAX_BIAS
 
 FORMATS = ("response_format", "regex", "choice")
 """Fields that say what the output may be; a body has one of them at the most."""
+_FIELDS = {"json_schema": "response_format", "regex": "regex", "choice": "choice"}
+"""The fields by the kind of their grammar."""
 MAX_CHOICE_TEXTS = 10_000
 MAX_BIASED_TOKENS = 1024
 ANY_OBJECT = Grammar("json_schema", '{"type": "object"}')
@@ -31,6 +34,17 @@ def output_grammar(body: Mapping[str, object]) -> Grammar | None:
         names = " and ".join(found)
         raise RequestError(f"{names} exclude each other; send one of them", param=[*found][-1])
     return next(iter(found.values()), None)
+
+
+def compiled_format(body: Mapping[str, object], compiler: GrammarCompiler) -> Grammar | None:
+    """The same, compiled by itself: it is refused in the same words whatever stands around it."""
+    grammar = output_grammar(body)
+    if grammar is not None:
+        try:
+            compiler.compile(grammar)
+        except GrammarError as flaw:
+            raise RequestError(str(flaw), flaw.code, _FIELDS[grammar.kind]) from None
+    return grammar
 
 
 def _response_format(value: object) -> Grammar | None:
@@ -76,8 +90,7 @@ def _choice(value: object) -> Grammar:
             f"choice is no list of 1 to {MAX_CHOICE_TEXTS} texts that are not empty; send one",
             param="choice",
         )
-    # A terminal: all texts are one regular expression.
-    return Grammar("lark", "start: TEXT\nTEXT: " + " | ".join(json.dumps(t) for t in texts))
+    return Grammar("choice", json.dumps(texts))
 
 
 def logit_bias(body: Mapping[str, object]) -> tuple[tuple[int, float], ...]:

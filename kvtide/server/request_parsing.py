@@ -18,14 +18,16 @@ from typing import Any, NoReturn
 
 from kvtide.cache import Namespace
 from kvtide.engine import CheckedRequest, Engine, RequestError, RequestParams, SamplingParams
+from kvtide.engine.grammar.grammar import Grammar
 from kvtide.models.chat import Conversation
 from kvtide.models.tokenizer import Tokenizer
 from kvtide.server.chat.chat_messages import read_messages
 from kvtide.server.handoff.handoff_fields import HandoffFields, HandoffSide
-from kvtide.server.output_format import logit_bias, output_grammar
+from kvtide.server.output_format import compiled_format, logit_bias
 from kvtide.server.refused_fields import CHAT, COMPLETION, refuse
 from kvtide.server.sessions.session_settings import SessionSettings, checked_id
 from kvtide.server.sessions.stable_prefix import StableRules, stabilized
+from kvtide.server.tools.grammars.enforcement import AnswerGrammars
 from kvtide.server.tools.output_events import OutputParser, PlainText
 from kvtide.server.tools.parser_registry import ChatFormats
 from kvtide.server.tools.tool_spec import NO_TOOLS, ToolRequest, read_tools
@@ -35,6 +37,8 @@ MAX_CHOICES = 128
 MAX_STOPS = 16
 MAX_LOGPROBS = 20
 MAX_PRIORITY = 1_000_000
+MAX_CHAT_NAME = 64
+"""Characters of a tool's name in a chat completion, as OpenAI documents them."""
 DEFAULT_CHAT_TOKENS = 1024
 """`max_tokens` of a chat that names none. Slots for all of it are reserved at admission."""
 DEFAULT_COMPLETION_TOKENS = 16
@@ -114,8 +118,20 @@ class RequestParser:
         requests = [replace(scored, tokens=tuple(prompt)) for prompt in prompts]
         return self._parsed(body, requests, chat=False, echo=echo, logprobs=logprobs)
 
+    def chat_completion(self, body: Fields) -> ParsedRequest:
+        """The body of `/v1/chat/completions`: a chat with OpenAI's limit of names."""
+        parsed = self.chat(body)
+        for tool in parsed.tools.tools:
+            if len(tool.name) > MAX_CHAT_NAME:
+                raise RequestError(
+                    f"the tool name {tool.name!r:.80} has {len(tool.name)} characters, and a chat "
+                    f"takes {MAX_CHAT_NAME}; rename it, or use /v1/responses or /v1/messages",
+                    param="tools",
+                )
+        return parsed
+
     def chat(self, body: Fields, default_tokens: int = DEFAULT_CHAT_TOKENS) -> ParsedRequest:
-        """The body of `/v1/chat/completions`; without a limit it gets so many tokens."""
+        """A chat of any API; without a limit it gets so many tokens."""
         tools, text = self._rendered(body)
         prompt = self._encoded(text)
         alternatives = body.integer("top_logprobs", 0, 0, MAX_LOGPROBS)
@@ -130,17 +146,13 @@ class RequestParser:
         params = replace(
             common,
             tokens=tuple(prompt),
-            grammar=self._formats.grammar(tools, text, common.grammar),
+            grammar=self._grammar(tools, text, common.grammar),
             keep_special=frozenset(self._formats.special_ids(tools).values()),
         )
         form = {"chat": True, "logprobs": logprobs, "tools": tools}
-        new_parser = self._formats.parser_factory(tools, text)
-        try:
-            return self._parsed(body, [params], **form, new_parser=new_parser)
-        except RequestError as refusal:
-            if refusal.param is None and "the grammar" in str(refusal) and tools.callable:
-                raise RequestError(str(refusal), refusal.code, "tools") from None
-            raise
+        formed = common.grammar is not None
+        new_parser = self._formats.parser_factory(tools, text, formed=formed)
+        return self._parsed(body, [params], **form, new_parser=new_parser)
 
     def chat_tokens(self, body: Fields) -> list[int]:
         """The prompt of a chat's body, however long it is."""
@@ -162,6 +174,11 @@ class RequestParser:
         )
         conversation = _conversation(body, tools, self._sessions.stable)
         return tools, self._formats.render(conversation)
+
+    def _grammar(self, tools: ToolRequest, prompt: str, content: Grammar | None) -> Grammar | None:
+        """The grammar of a chat's answer, whose text must be `content`."""
+        grammars = AnswerGrammars(self._formats, self._engine.grammars)
+        return grammars.compiled(tools, prompt, content)
 
     def _encoded(self, text: str) -> list[int]:
         assert self._tokenizer is not None
@@ -193,7 +210,7 @@ class RequestParser:
                 body.number("session_ttl_seconds", self._sessions.ttl_s)
             ),
             speculate=body.flag("speculate", default=True),
-            grammar=output_grammar(body.values),
+            grammar=compiled_format(body.values, self._engine.grammars),
         )
 
     def _sampling(self, body: Fields, logprobs: int) -> SamplingParams:

@@ -388,6 +388,10 @@ IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png"
             "send auto, any, tool or none",
         ),
         ({"messages": user("a"), "output_config": {"format": {"type": "xml"}}}, "json_schema"),
+        (
+            {"messages": user("a"), "output_config": {"format": {"type": "json_schema"}}},
+            "the output format has no schema",
+        ),
     ],
     ids=str,
 )  # fmt: skip

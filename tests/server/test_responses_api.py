@@ -242,6 +242,15 @@ def test_formats_are_enforced_and_parsed(ai: openai.OpenAI) -> None:
     assert ai.responses.create(**asked(text=form)).output_text.lstrip()[0] == "{"
 
 
+def test_a_form_that_cannot_be_enforced_is_named_as_this_api_names_it(client: Client) -> None:
+    form = {"type": "json_schema", "name": "it", "schema": {"not": {}}}
+    reply = client.post(PATH, {"input": "a", "text": {"format": form}})
+    assert reply.status == 400 and "the JSON schema cannot be enforced" in reply.problem
+    assert reply.json()["error"]["param"] == "text.format"
+    result = {"type": "function_call_output", "call_id": "", "output": "x"}
+    assert client.post(PATH, {"input": [result]}).json()["error"]["param"] == "input"
+
+
 def test_reasoning_is_an_item_of_its_own_and_comes_back(
     serve: Any, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -449,6 +458,8 @@ def read(body: Json) -> ResponsesRequest:
         ({"input": [{"type": "reasoning", "content": 5}]}, "input", "text is not a text"),
         ({"input": "a", "include": 5}, "include", "a list of up to"),
         ({"input": "a", "include": ["message.output_text.logprobs"]}, "include", "chat/compl"),
+        ({"input": "a", "text": {"format": {"type": "xml"}}}, "text.format", "send text, json_obj"),
+        ({"input": "a", "text": {"format": {"type": "json_schema"}}}, "text.format", "a schema"),
     ],
     ids=str,
 )

@@ -20,6 +20,7 @@ import pytest
 
 from kvtide.models import default_model
 from kvtide.server.settings import Settings
+from kvtide.server.tools.parser_registry import ChatFormats
 from tests.deferred import Deferred
 from tests.server.serving import InProcess
 from tests.server.talking import Client, Json, as_messages, joined
@@ -62,13 +63,40 @@ def check(text: str, schema: Json) -> None:
 
 # -- a model that says anything --------------------------------------------------------------------
 
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+WAYS = {"plain": ("hermes", "none"), "think": ("hermes", "think"), "harmony": ("harmony", None)}
+WAYS["with tools"] = WAYS["plain"]
+"""What stands around an answer: how the model writes calls and reasoning."""
 
-def test_a_chat_answers_by_its_schema(client: Client) -> None:
+
+@pytest.fixture(params=WAYS)
+def around(
+    request: pytest.FixtureRequest, server: InProcess, monkeypatch: pytest.MonkeyPatch
+) -> Json:
+    """Fields of a chat whose answer has a form of its own. The model hardly ever begins a marker or
+    an analysis, which it would not find the end of."""
+    tokenizer = server.engine.tokenizer
+    assert tokenizer is not None
+    tool_parser, reasoning = WAYS[request.param]
+    formats = ChatFormats(tokenizer, "", tool_parser, reasoning)
+    monkeypatch.setattr(server.app._parser, "_formats", formats)
+    words = ((token, tokenizer.token_bytes(token)) for token in range(server.engine.vocabulary))
+    begun = [token for token, word in words if word.startswith((b"<", b"a"))]
+    tools = {"tools": [TOOL]} if request.param == "with tools" else {}
+    return {**tools, "logit_bias": {str(token): -100 for token in begun}}
+
+
+def said(choice: Json) -> str:
+    assert choice["message"].keys() == {"role", "content"}
+    return str(choice["message"]["content"])
+
+
+def test_a_chat_answers_by_its_schema(client: Client, around: Json) -> None:
     form = schema_format(PERSON, strict=True)
-    answer = client.chat("who?", response_format=form, max_tokens=400, n=2, seed=3)
+    answer = client.chat("who?", response_format=form, max_tokens=400, n=2, seed=3, **around)
     assert [choice["finish_reason"] for choice in answer["choices"]] == ["stop", "stop"]
     for choice in answer["choices"]:
-        check(choice["message"]["content"], PERSON)
+        check(said(choice), PERSON)
     assert answer["choices"][0]["message"] != answer["choices"][1]["message"]
 
 
@@ -92,14 +120,18 @@ def test_an_answer_matches_its_regex(client: Client, regex: str) -> None:
             assert regex == r"\d+€" and answer["text"].isdigit()
 
 
-def test_an_answer_is_one_of_its_choices(client: Client) -> None:
-    texts = ["yes", 'no "really"', "maybe\n", "世界", "ye", "<|end|>"]
-    answers = {
-        client.chat("?", choice=texts, seed=seed, temperature=2.0)["choices"][0]["message"][
-            "content"
-        ]
-        for seed in range(12)
-    }
+@pytest.mark.parametrize("regex", [r"\d{3}\/[^/]{1,3}\/", "é世?/\n[b-z]"])
+def test_a_chat_matches_its_regex_whatever_stands_around(
+    client: Client, around: Json, regex: str
+) -> None:
+    answer = client.chat("call", regex=regex, max_tokens=80, **around)["choices"][0]
+    assert answer["finish_reason"] == "stop" and re.fullmatch(regex, said(answer), re.ASCII)
+
+
+def test_an_answer_is_one_of_its_choices(client: Client, around: Json) -> None:
+    texts = ["yes", 'no "really"', "maybe\n", "世界", "ye", "5"]
+    fields = {"choice": texts, "temperature": 2.0, **around}
+    answers = {said(client.chat("?", seed=seed, **fields)["choices"][0]) for seed in range(12)}
     assert answers <= {*texts} and len(answers) > 2
 
 
@@ -192,6 +224,30 @@ def test_what_cannot_be_is_refused_in_a_sentence(
     given = {"prompt": "a"} if path == PATH else {"messages": as_messages("a")}
     reply = client.post(path, {**given, **fields})
     assert reply.status == 400 and words in reply.problem and "; " in reply.problem
+
+
+OVERLAPPING = [{"required": ["a"]}, {"required": ["b"]}]
+UNENFORCEABLE = {
+    "response_format": [
+        (schema_format({"properties": {"a": {}, "b": {}}, "oneOf": OVERLAPPING}), "oneOf"),
+        (schema_format({"not": {}}), "Unimplemented keys"),
+        (schema_format({"type": "object", "minProperties": 2}), "minProperties is 2"),
+    ],
+    "regex": [("(?=a)b", "look-around"), ("a" * 300_000, "262144 are the most")],
+    "choice": [(["a" * 300_000], "262144 are the most")],
+}
+
+
+@pytest.mark.parametrize("param", UNENFORCEABLE)
+def test_a_form_is_refused_in_the_same_words_whatever_stands_around(
+    client: Client, around: Json, param: str
+) -> None:
+    for value, words in UNENFORCEABLE[param]:
+        asked = {"messages": as_messages("a"), param: value}
+        plain = client.post(PATH, {"prompt": "a", param: value})
+        reply = client.post(CHAT, {**asked, **around})
+        assert reply.status == 400 and words in reply.problem
+        assert reply.json() == plain.json() and reply.json()["error"]["param"] == param
 
 
 def test_a_model_without_a_tokenizer_has_no_grammars(serve: Any, bare_folder: Any) -> None:

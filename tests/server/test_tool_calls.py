@@ -8,12 +8,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
 import tokenizers
 import torch
 import transformers
 
 from kvtide.models.chat_templates.builtin import builtin_template
+from kvtide.server.settings import Settings
 from kvtide.server.tools.parser_registry import FORMATS, ChatFormats
 from tests import gemma3_file
 from tests.deferred import Deferred
@@ -410,6 +412,26 @@ def test_what_is_no_tool_is_refused(client: Client, field: Json, param: str, wor
     assert reply.json()["error"]["param"] == param
 
 
+def test_names_are_as_long_as_each_api_has_them(client: Client) -> None:
+    """OpenAI documents 64 characters for chats; Anthropic takes 128, which clients use."""
+    name, schema = "mcp__plugin_" + "a" * 100 + "__read", {"type": "object"}
+    chat = {"messages": as_messages("a"), "max_tokens": 2}
+    function = {"type": "function", "name": name, "parameters": schema}
+    reply = client.post(PATH, {**chat, "tools": [{"type": "function", "function": function}]})
+    assert reply.status == 400 and "has 118 characters, and a chat takes 64" in reply.problem
+    assert reply.json()["error"]["param"] == "tools"
+    called = {"tools": [{"name": name, "input_schema": schema}], "tool_choice": {"type": "any"}}
+    message = client.post("/v1/messages", {**chat, **called, "max_tokens": 300}).json()
+    assert message["content"][0]["name"] == name
+    answer = {"role": "assistant", "content": message["content"][:1]}
+    result = {"type": "tool_result", "tool_use_id": message["content"][0]["id"], "content": "x"}
+    turns = [*chat["messages"], answer, {"role": "user", "content": [result]}]
+    again = client.post("/v1/messages", {**chat, "messages": turns, "tools": called["tools"]})
+    assert again.status == 200
+    asked = {"input": "a", "tools": [function], "max_output_tokens": 2}
+    assert client.post("/v1/responses", asked).status == 200
+
+
 def test_a_completion_takes_no_tools(client: Client) -> None:
     reply = client.post("/v1/completions", {"prompt": "a", "tools": TOOLS})
     assert reply.status == 400 and "/v1/chat/completions" in reply.problem
@@ -465,17 +487,115 @@ def test_gemma_calls_tools_in_its_own_form(
 
 # -- SmolLM2 --------------------------------------------------------------------------------------
 
+SMALL_TOOLS: list[Any] = [
+    TOOLS[0],
+    {
+        "type": "function",
+        "function": {
+            "name": "send_message",
+            "description": "Send a message to a person",
+            "parameters": {
+                "type": "object",
+                "properties": {
+                    "to": {
+                        "type": "object",
+                        "properties": {"name": {"type": "string", "maxLength": 20}},
+                        "required": ["name"],
+                        "additionalProperties": False,
+                    },
+                    "text": {"type": "string", "minLength": 1, "maxLength": 80},
+                    "urgent": {"type": ["boolean", "null"]},
+                },
+                "required": ["to", "text"],
+                "additionalProperties": False,
+            },
+            "strict": True,
+        },
+    },
+    {
+        "type": "function",
+        "function": {
+            "name": "add_items",
+            "description": "Add items to a shopping list",
+            "parameters": {
+                "type": "object",
+                "properties": {
+                    "items": {
+                        "type": "array",
+                        "minItems": 1,
+                        "maxItems": 3,
+                        "items": {
+                            "type": "object",
+                            "properties": {
+                                "name": {"type": "string", "pattern": "^[a-z ]{2,20}$"},
+                                "count": {"type": "integer", "minimum": 1, "maximum": 12},
+                            },
+                            "required": ["name", "count"],
+                            "additionalProperties": False,
+                        },
+                    }
+                },
+                "required": ["items"],
+                "additionalProperties": False,
+            },
+            "strict": True,
+        },
+    },
+]
+SMALL_ASKED = [
+    ("What is the weather in Oslo for the next 3 days?", "get_weather"),
+    ("Tell Anna that the train is late. It is urgent.", "send_message"),
+    ('Write to Tom: "See you at 8".', "send_message"),
+    ("Put two eggs and a bread on my shopping list.", "add_items"),
+]
+
+
+@pytest.fixture(scope="module")
+def smollm2() -> Iterator[InProcess]:
+    """Its template knows no tools and it was hardly trained on them; a grammar makes it call."""
+    server = InProcess(Settings(model=None, port=0, storage="none"))
+    assert "described in Hermes' form" in server.serving.formats.remark
+    yield server
+    server.settled()
+    server.close()
+
 
 @pytest.mark.full
-def test_smollm2_calls_tools(serve: Callable[..., InProcess]) -> None:
-    """Its template knows no tools and it was hardly trained on them; a grammar makes it call."""
-    server = serve(model=None, page_tokens=None)
-    assert "described in Hermes' form" in server.serving.formats.remark
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as ai:
-        asked = {**ASKED, "model": server.serving.name, "temperature": 0}
-        asked["messages"] = as_messages("What is the weather in Oslo for the next 3 days?")
-        calls, text, finish = streamed(ai.chat.completions.create(**asked, stream=True))
-    ((_, name, arguments),) = calls
-    assert (name, text, finish) == ("get_weather", "", "tool_calls")
-    check_call(name, arguments)
-    assert json.loads(arguments)["city"] == "Oslo"
+@pytest.mark.parametrize("form", ["hermes", "qwen3_coder", "pythonic"])
+@pytest.mark.parametrize(("text", "name"), SMALL_ASKED)
+def test_smollm2_calls_tools(
+    smollm2: InProcess, monkeypatch: pytest.MonkeyPatch, text: str, name: str, form: str
+) -> None:
+    """With free text and nested arguments, whichever form it is made to write them in."""
+    formats = ChatFormats(smollm2.engine.tokenizer, "", form, "none")
+    monkeypatch.setattr(smollm2.app._parser, "_formats", formats)
+    chosen = {"type": "function", "function": {"name": name}}
+    with openai.OpenAI(base_url=f"{smollm2.url}/v1", api_key="none", max_retries=0) as ai:
+        chunks = ai.chat.completions.create(
+            model=smollm2.serving.name,
+            messages=as_messages(text),
+            tools=SMALL_TOOLS,
+            tool_choice=chosen,
+            temperature=0,
+            max_tokens=300,
+            stream=True,
+        )
+        calls, said, finish = streamed(chunks)
+    ((_, called, arguments),) = calls
+    assert (called, said, finish) == (name, "", "tool_calls")
+    (function,) = (tool["function"] for tool in SMALL_TOOLS if tool["function"]["name"] == name)
+    jsonschema.validate(json.loads(arguments), function["parameters"])
+    if form == "hermes" and name == "get_weather":
+        assert json.loads(arguments)["city"] == "Oslo"
+
+
+@pytest.mark.full
+def test_smollm2_chooses_among_its_tools(smollm2: InProcess) -> None:
+    asked = {"tools": SMALL_TOOLS, "tool_choice": "required", "temperature": 0, "max_tokens": 300}
+    for text, _ in SMALL_ASKED:
+        (choice,) = smollm2.client.chat(text, **asked)["choices"]
+        assert choice["finish_reason"] == "tool_calls"
+        for call in choice["message"]["tool_calls"]:
+            named = call["function"]["name"]
+            (function,) = (t["function"] for t in SMALL_TOOLS if t["function"]["name"] == named)
+            jsonschema.validate(json.loads(call["function"]["arguments"]), function["parameters"])

@@ -1,6 +1,7 @@
 """Structured output: a grammar per request, enforced by masks over the vocabulary.
 
-`grammar`           what a request asks for: a JSON schema, a regular expression or a Lark grammar
+`grammar`           what a request asks for: a JSON schema, an expression, texts, a Lark grammar
+`grammar_rules`     the rules of Lark that these are compiled from
 `grammar_compiler`  compiles grammars for the engine's tokenizer, off the engine's thread
 `token_matcher`     how far one request has come in its grammar
 `token_mask`        a bit per token, and logits without the tokens that it rules out

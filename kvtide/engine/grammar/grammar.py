@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-GRAMMAR_KINDS = ("json_schema", "regex", "lark")
+GRAMMAR_KINDS = ("json_schema", "regex", "choice", "lark")
 MAX_GRAMMAR_BYTES = 256 * 1024
 """Of a grammar's text: compilation takes time and memory in proportion."""
 
@@ -13,8 +13,9 @@ MAX_GRAMMAR_BYTES = 256 * 1024
 class Grammar:
     """The output is a text of this grammar.
 
-    kind  json_schema (`text` is the schema as JSON), regex, or lark (llguidance's dialect, where
-          `%json {...}` embeds a schema and `<name>` is a special token)
+    kind  json_schema (`text` is the schema as JSON), regex, choice (a list of texts as JSON), or
+          lark (llguidance's dialect, where `%json {...}` embeds a schema and `<name>` is a special
+          token)
     """
 
     kind: str

@@ -10,25 +10,21 @@ grammar and on its lexer bound its time and memory.
 
 from __future__ import annotations
 
-import json
 from collections import OrderedDict
 from dataclasses import replace
 from threading import Lock
 
 import numpy as np
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper, regex_to_lark
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
 from kvtide.engine.grammar.grammar import MAX_GRAMMAR_BYTES, Grammar
+from kvtide.engine.grammar.grammar_rules import content_rule
 from kvtide.engine.grammar.token_matcher import CompiledGrammar, TokenMatcher
 from kvtide.engine.request import CheckedRequest, RequestError
 from kvtide.models.tokenizer import Tokenizer
 
 CACHED_BYTES = 1 << 20
 """Text of all compiled grammars that are kept."""
-WHITESPACE = r"[ \t\n\r]{1,20}"
-"""Between the tokens of JSON. A model that repeats itself would write it without end."""
-_ASCII = "d"
-"""In a regular expression `\\d` has ten digits: all others are rarely meant."""
 _PROBES = 8
 _DEAD_END = "NoExtension"
 """llguidance's word for a text that no token of the vocabulary continues."""
@@ -40,8 +36,23 @@ _LIMITS = LLParserLimits(
     step_max_items=50_000,
     verbose_errors=False,
 )
+_NAMES = {
+    "json_schema": "JSON schema",
+    "regex": "regular expression",
+    "choice": "list of choices",
+    "lark": "grammar",
+}
 _EXACT = '%llguidance {"no_forcing": true}\n'
 """Masks have every token that can go on, not only those of the usual spelling."""
+
+
+class GrammarError(RequestError):
+    """A grammar that cannot be enforced; `reason` says why."""
+
+    def __init__(self, grammar: Grammar, reason: str) -> None:
+        name = _NAMES[grammar.kind]
+        super().__init__(f"the {name} cannot be enforced: {reason}; simplify it, or leave it out")
+        self.reason = reason
 
 
 class GrammarCompiler:
@@ -65,7 +76,7 @@ class GrammarCompiler:
         return None if compiled is None else TokenMatcher(compiled)
 
     def compile(self, grammar: Grammar) -> CompiledGrammar:
-        """Raises `RequestError` for a grammar that cannot be enforced."""
+        """Raises `GrammarError` for a grammar that cannot be enforced."""
         with self._lock:
             if (known := self._cached.get(grammar)) is not None:
                 self._cached.move_to_end(grammar)
@@ -89,14 +100,21 @@ class GrammarCompiler:
             return self._trie
 
     def _compile(self, grammar: Grammar) -> CompiledGrammar:
+        if self._tokenizer is None:
+            raise RequestError(
+                "a format of the output needs a tokenizer, and this model came without one; ask "
+                "for plain text",
+                param="response_format",
+            )
         size = len(grammar.text.encode(errors="replace"))
         if size > MAX_GRAMMAR_BYTES:
-            raise _refusal(grammar, f"it has {size} bytes, and {MAX_GRAMMAR_BYTES} are the most")
-        assert self._tokenizer is not None, "such a request is refused before"
+            raise GrammarError(
+                grammar, f"it has {size} bytes, and {MAX_GRAMMAR_BYTES} are the most"
+            )
         trie, text = self._built_trie(self._tokenizer), _lark(grammar)
         start = LLMatcher(trie, text, log_level=0, limits=_LIMITS)
         if start.is_error():
-            raise _refusal(grammar, _reason(start.get_error()))
+            raise GrammarError(grammar, _reason(start.get_error()))
         compiled = CompiledGrammar(start)
         self._probe(grammar, compiled)
         return compiled
@@ -110,11 +128,11 @@ class GrammarCompiler:
             if after.consume_token(token):
                 after.compute_bitmask()
             if after.is_error() and not after.get_error().startswith(_DEAD_END):
-                raise _refusal(grammar, _reason(after.get_error()))
+                raise GrammarError(grammar, _reason(after.get_error()))
         if state.is_error():
-            raise _refusal(grammar, _reason(state.get_error()))
+            raise GrammarError(grammar, _reason(state.get_error()))
         if not tokens:
-            raise _refusal(grammar, "no text but the empty one matches it")
+            raise GrammarError(grammar, "no text but the empty one matches it")
 
 
 def _trie(tokenizer: Tokenizer, vocabulary: int) -> LLTokenizer:
@@ -138,22 +156,13 @@ class _Vocabulary:
 
 def _lark(grammar: Grammar) -> str:
     text = grammar.text
-    if grammar.kind == "json_schema":
-        options = {"whitespace_pattern": WHITESPACE, "lenient": False}
-        text = f"start: %json {json.dumps(_schema(grammar) | {'x-guidance': options})}"
-    elif grammar.kind == "regex":
-        text = f"start: /{regex_to_lark(text, _ASCII)}/"
+    if grammar.kind != "lark":
+        try:
+            name, body = content_rule(grammar)
+        except ValueError as flaw:
+            raise GrammarError(grammar, str(flaw)) from None
+        text = f"start: {name}\n{name}: {body}"
     return LLMatcher.grammar_from_lark(_EXACT + text)
-
-
-def _schema(grammar: Grammar) -> dict[str, object]:
-    try:
-        schema = json.loads(grammar.text)
-    except (ValueError, RecursionError) as flaw:
-        raise _refusal(grammar, f"it is not JSON ({flaw})") from None
-    if not isinstance(schema, dict):
-        raise _refusal(grammar, "it is not a JSON object")
-    return schema
 
 
 def _allowed(state: LLMatcher, vocabulary: int) -> list[int]:
@@ -171,14 +180,3 @@ def _reason(error: str) -> str:
     for before in ("failed to compile JSON schema: ", "\nerror: "):
         found = found.rpartition(before)[2]
     return " ".join(found.split())[:300]
-
-
-_NAMES = {"json_schema": "JSON schema", "regex": "regular expression", "lark": "grammar"}
-_PARAMS = {"json_schema": "response_format", "regex": "regex", "lark": None}
-
-
-def _refusal(grammar: Grammar, reason: str) -> RequestError:
-    return RequestError(
-        f"the {_NAMES[grammar.kind]} cannot be enforced: {reason}; simplify it, or leave it out",
-        param=_PARAMS[grammar.kind],
-    )

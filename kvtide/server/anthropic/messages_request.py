@@ -25,7 +25,6 @@ Anthropic's own service (`service_tier`, `context_management`, …) are ignored.
 from __future__ import annotations
 
 import json
-from typing import Any
 
 from kvtide.engine import RequestError
 from kvtide.server.chat.chat_turns import (
@@ -282,7 +281,10 @@ def _response_format(form: Fields) -> Json:
             f"the output format has the type {_shown(form.get('type'))}; send json_schema",
             param="output_config",
         )
-    schema: Any = form.get("schema")
+    if not isinstance(schema := form.get("schema"), dict):
+        raise RequestError(
+            "the output format has no schema; send a JSON schema as schema", param="output_config"
+        )
     return {
         "type": "json_schema",
         "json_schema": {"name": "output", "schema": schema, "strict": True},

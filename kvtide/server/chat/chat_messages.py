@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvtide.engine import RequestError
-from kvtide.server.tools.tool_spec import MAX_SCHEMA_DEPTH, NAME, deeper_than
+from kvtide.server.tools.tool_spec import MAX_NAME, MAX_SCHEMA_DEPTH, NAME, deeper_than
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 MAX_ARGUMENTS_BYTES = 1 << 20
@@ -138,8 +138,8 @@ def _call(given: object) -> dict[str, Any]:
         )
     if not NAME.fullmatch(name):
         raise _problem(
-            f"the name {name!r:.80} of a call is not 1 to 64 letters, digits, _ or -; send the "
-            "calls as they came",
+            f"the name {name!r:.80} of a call is not 1 to {MAX_NAME} letters, digits, _ or -; send "
+            "the calls as they came",
             "invalid_value",
         )
     arguments, call_id = function.get("arguments"), call.get("id")

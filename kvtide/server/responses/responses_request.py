@@ -301,7 +301,14 @@ def _chosen(tool: object) -> object:
 
 def _response_format(text: Fields) -> Json | None:
     form = text.object("format")
-    if form.get("type") != "json_schema":
-        return dict(form.values) or None
+    kind = form.get("type") or "text"
+    if kind in ("text", "json_object"):
+        return None if kind == "text" else {"type": kind}
+    if kind != "json_schema" or not isinstance(form.get("schema"), dict):
+        raise RequestError(
+            f"text.format has the type {_shown(kind)} or no schema; send text, json_object, or "
+            "json_schema with a schema",
+            param="text.format",
+        )
     schema = {key: value for key, value in form.values.items() if key != "type"}
     return {"type": "json_schema", "json_schema": schema}

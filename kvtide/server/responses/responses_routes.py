@@ -25,6 +25,8 @@ from kvtide.server.responses.responses_response import ResponsesWriter
 
 DEFAULT_RESPONSE_TOKENS = 4096
 """`max_output_tokens` of a request that names none. Agents give up on a response that is cut."""
+_FIELDS = {"messages": "input", "response_format": "text.format"}
+"""Fields of a chat body that have another name here."""
 MAX_ITEMS = 100
 """On one page of input items."""
 
@@ -79,7 +81,11 @@ class _Exchange:
 
     def parse(self, body: Fields) -> ParsedRequest:
         self._asked = read_request(body, self._history.chain)
-        return self._path.parser.chat(Fields(self._asked.chat), DEFAULT_RESPONSE_TOKENS)
+        try:
+            return self._path.parser.chat(Fields(self._asked.chat), DEFAULT_RESPONSE_TOKENS)
+        except RequestError as refusal:
+            refusal.param = _FIELDS.get(refusal.param or "", refusal.param)
+            raise
 
     def formatter(self, parsed: ParsedRequest, answer: Answer) -> EventFormatter:
         assert self._asked is not None, "a body is parsed before it is answered"

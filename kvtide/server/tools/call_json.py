@@ -29,6 +29,11 @@ class JsonText:
         self._closing: list[str] = []
         self._in_string = self._escaped = self._began = self._scalar = False
 
+    @property
+    def in_text(self) -> bool:
+        """Whether a text has begun in it that has not ended: markers are a part of it."""
+        return self._in_string and not self.broken
+
     def feed(self, text: str, at: int = 0) -> tuple[str, int]:
         """The value's text from a position on, and where it ends or breaks."""
         out: list[str] = []

@@ -19,8 +19,10 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Sequence
 
+from kvtide.engine.grammar.grammar_rules import quoted
 from kvtide.server.tools.call_json import JsonText
-from kvtide.server.tools.lark_rules import LarkRules, any_of, quoted, repeated
+from kvtide.server.tools.grammars.argument_rules import ArgumentRules, ArgumentSyntax
+from kvtide.server.tools.grammars.lark_rules import LarkRules, any_of, repeated
 from kvtide.server.tools.marker_parser import (
     MAX_HELD,
     MarkerParser,
@@ -28,7 +30,7 @@ from kvtide.server.tools.marker_parser import (
     first_marker,
 )
 from kvtide.server.tools.tool_spec import FunctionTool
-from kvtide.server.tools.typed_arguments import ArgumentWriter, schema_types
+from kvtide.server.tools.typed_arguments import ArgumentWriter
 
 CALLS, CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 CALL, SEPARATOR, CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
@@ -37,6 +39,7 @@ SPECIAL = (CALLS, CALLS_END, CALL, SEPARATOR, CALL_END, DSML)
 """Texts that are special tokens in these vocabularies."""
 INVOKE, INVOKE_END = f"<{DSML}invoke", f"</{DSML}invoke>"
 PARAMETER, PARAMETER_END = f"<{DSML}parameter", f"</{DSML}parameter>"
+_VALUE_ENDS = (PARAMETER_END, INVOKE_END)
 _BLOCKS = tuple(f"<{DSML}{name}>" for name in ("function_calls", "tool_calls"))
 _BLOCK_ENDS = tuple(f"</{DSML}{name}>" for name in ("function_calls", "tool_calls"))
 _IGNORED = (CALLS, CALLS_END, CALL_END, *_BLOCKS, *_BLOCK_ENDS, INVOKE_END)
@@ -164,14 +167,8 @@ class DeepSeekParser(MarkerParser):
         return True
 
     def _in_parameter(self) -> bool:
-        return self._read_value(final=False)
-
-    def _read_value(self, *, final: bool) -> bool:
         assert self._arguments is not None
-        if not self._arguments.in_value:
-            return False
-        ends = (PARAMETER_END, INVOKE_END)
-        self._rest, end = self._arguments.read(self._rest, ends, final=final)
+        self._rest, end = self._arguments.read(self._rest, _VALUE_ENDS, final=self._final)
         if end is None:
             return False
         self._rest = self._rest.removeprefix(PARAMETER_END)
@@ -180,7 +177,6 @@ class DeepSeekParser(MarkerParser):
 
     def _cut_short(self) -> None:
         if self._arguments is not None:
-            self._read_value(final=True)
             self._arguments.close()
         elif self._state in (self._head, self._invoke):
             self._out.text(self._wrapper + self._marker)
@@ -231,11 +227,17 @@ def _dsml(tools: Sequence[FunctionTool], rules: LarkRules, last: str, *, paralle
 
 
 def _dsml_call(tool: FunctionTool, rules: LarkRules) -> str:
-    def begin(name: str) -> str:
-        kind = "true" if "string" in schema_types(tool.property_schema(name)) else "false"
+    def head(name: str, *, as_text: bool) -> str:
+        kind = "true" if as_text else "false"
         return rules.marker(f'{PARAMETER} name="{name}" string="{kind}">')
 
+    syntax = ArgumentSyntax(head, PARAMETER_END, _VALUE_ENDS, quoted("\n"), _is_read, declared=True)
     # Without parameters there is an empty line.
-    parameters = rules.parameters(tool, begin, PARAMETER_END, quoted("\n")) or f"{quoted(chr(10))}?"
-    head = rules.marker(f'{INVOKE} name="{tool.name}">\n')
-    return f"{head} {parameters} {rules.marker(INVOKE_END + chr(10))}"
+    parameters = ArgumentRules(tool, rules).one_by_one(syntax)
+    body = f"{quoted(chr(10))}?" if parameters == '""' else f"({parameters})"
+    begin = rules.marker(f'{INVOKE} name="{tool.name}">\n')
+    return f"{begin} {body} {rules.marker(INVOKE_END + chr(10))}"
+
+
+def _is_read(name: str) -> bool:
+    return not set('">') & set(name)

@@ -12,9 +12,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from kvtide.server.tools.lark_rules import LarkRules, any_of, quoted, repeated
+from kvtide.engine.grammar.grammar_rules import quoted
+from kvtide.server.tools.grammars.argument_rules import ArgumentRules, ArgumentSyntax
+from kvtide.server.tools.grammars.lark_rules import LarkRules, any_of, repeated
 from kvtide.server.tools.marker_parser import MarkerParser, OfferedTools
-from kvtide.server.tools.tool_spec import FunctionTool
+from kvtide.server.tools.tool_spec import MAX_NAME, FunctionTool
 from kvtide.server.tools.typed_arguments import ArgumentWriter
 
 BEGIN, END = "<tool_call>", "</tool_call>"
@@ -38,7 +40,7 @@ class GlmParser(MarkerParser):
         if not self._skip_space():
             return False
         line = self._rest.partition("\n")[0].partition("<")[0]
-        if len(line) == len(self._rest) and not self._final and len(line) <= 64:
+        if len(line) == len(self._rest) and not self._final and len(line) <= MAX_NAME:
             return False
         name = line.strip()
         if not self._out.is_name(name):
@@ -76,13 +78,8 @@ class GlmParser(MarkerParser):
         return True
 
     def _in_value(self) -> bool:
-        return self._value(final=False)
-
-    def _value(self, *, final: bool) -> bool:
         assert self._arguments is not None
-        if not self._arguments.in_value:
-            return False
-        self._rest, end = self._arguments.read(self._rest, _VALUE_ENDS, final=final)
+        self._rest, end = self._arguments.read(self._rest, _VALUE_ENDS, final=self._final)
         if end is None:
             return False
         self._rest = self._rest.removeprefix(VALUE_END)
@@ -91,7 +88,6 @@ class GlmParser(MarkerParser):
 
     def _cut_short(self) -> None:
         if self._arguments is not None:
-            self._value(final=True)
             self._arguments.close()
         elif self._state == self._name:
             self._out.text(self._marker)
@@ -106,8 +102,14 @@ def glm_grammar(tools: Sequence[FunctionTool], rules: LarkRules, *, parallel: bo
 
 
 def _call(tool: FunctionTool, rules: LarkRules, new_line: str) -> str:
-    def begin(name: str) -> str:
-        key, key_end, value = (rules.marker(m) for m in (KEY, KEY_END, VALUE))
+    key, key_end, value = (rules.marker(marker) for marker in (KEY, KEY_END, VALUE))
+
+    def head(name: str, *, as_text: bool) -> str:
         return f"{key} {quoted(name)} {key_end} {new_line} {value}"
 
-    return f"{quoted(tool.name)} {new_line} {rules.parameters(tool, begin, VALUE_END, new_line)}"
+    syntax = ArgumentSyntax(head, VALUE_END, _VALUE_ENDS, new_line, _is_read)
+    return f"{quoted(tool.name)} {new_line} ({ArgumentRules(tool, rules).one_by_one(syntax)})"
+
+
+def _is_read(name: str) -> bool:
+    return name == name.strip() and not any(marker in name for marker in (KEY, KEY_END, VALUE))

@@ -12,8 +12,9 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 
+from kvtide.engine.grammar.grammar_rules import quoted
 from kvtide.server.tools.call_json import JsonText
-from kvtide.server.tools.lark_rules import TEXT, LarkRules, any_of, quoted
+from kvtide.server.tools.grammars.lark_rules import LarkRules, any_of
 from kvtide.server.tools.marker_parser import MAX_HELD, MarkerParser, OfferedTools, beginning
 from kvtide.server.tools.tool_spec import FunctionTool
 
@@ -58,20 +59,24 @@ class HarmonyParser(MarkerParser):
         if is_call and recipient is not None and self._out.is_name(recipient[1]):
             self._out.begin(recipient[1])
             self._value = JsonText()
-            self._say_piece = self._argument
         elif channel is not None and channel[1] == "analysis":
             self._say_piece = self._out.reasoning
         else:
             self._say_piece = self._out.text
         self._marker = ""
-        self._state = self._body
+        self._state = self._body if self._value is None else self._in_arguments
         return True
 
-    def _argument(self, text: str) -> None:
-        """A piece of the arguments; what follows their last bracket is dropped."""
+    def _in_arguments(self) -> bool:
+        """A marker in a text of the JSON is a part of it."""
         assert self._value is not None
+        piece, at = self._value.feed(self._rest)
+        self._out.arguments(piece)
+        self._rest = self._rest[at:]
         if not (self._value.done or self._value.broken):
-            self._out.arguments(self._value.feed(text)[0])
+            return False
+        self._value, self._say_piece, self._state = None, _drop, self._body
+        return True
 
     def _body(self) -> bool:
         found = min((at for end in _ENDS if (at := self._rest.find(end)) >= 0), default=None)
@@ -93,6 +98,24 @@ class HarmonyParser(MarkerParser):
             self._rest = ""
 
 
+class WholeAnswerParser(HarmonyParser):
+    """An answer goes on to the end of the output: a grammar holds its text, which may have what
+    reads like markers in it."""
+
+    def _body(self) -> bool:
+        if self._say_piece != self._out.text:
+            return super()._body()
+        self._pass_on(len(self._rest))
+        return False
+
+
+def _drop(text: str) -> None:
+    """What follows a call's arguments."""
+
+
+# -- grammar ----------------------------------------------------------------------------------
+
+
 def harmony_grammar(tools: Sequence[FunctionTool], rules: LarkRules, *, parallel: bool) -> str:
     """One call, after the channel's marker: a call ends the output, so there is no second one."""
     named = (
@@ -107,7 +130,8 @@ def answer_grammar(rules: LarkRules, content: str | None) -> str:
     """An answer, after the channel's marker; `content` is the expression of its text."""
     if content is not None:
         return f"{rules.marker('final' + MESSAGE)} ({content})"
-    return f"({quoted('final')} | {quoted('commentary')}) {rules.marker(MESSAGE)} {TEXT}"
+    text = rules.free_text(HarmonyParser.MARKERS)
+    return f"({quoted('final')} | {quoted('commentary')}) {rules.marker(MESSAGE)} {text}"
 
 
 def channels_grammar(tools: Sequence[FunctionTool], rules: LarkRules, answer: str | None) -> str:
@@ -115,5 +139,6 @@ def channels_grammar(tools: Sequence[FunctionTool], rules: LarkRules, answer: st
     last = [harmony_grammar(tools, rules, parallel=False)] if tools else []
     last += [answer] if answer is not None else []
     after = rules.marker(START + "assistant" + CHANNEL)
-    analysis = f"({rules.marker('analysis' + MESSAGE)} {rules.text_until(END)} {after})?"
+    thought = rules.text_until(END, HarmonyParser.MARKERS)
+    analysis = f"({rules.marker('analysis' + MESSAGE)} {thought} {after})?"
     return f"{rules.marker(CHANNEL)} {analysis} ({any_of(last)})"

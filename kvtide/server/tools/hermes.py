@@ -13,14 +13,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from kvtide.engine.grammar.grammar_rules import quoted
 from kvtide.server.tools.call_json import ObjectParser
-from kvtide.server.tools.lark_rules import LarkRules, any_of, json_call, quoted, repeated
+from kvtide.server.tools.grammars.argument_rules import ArgumentRules, ArgumentSyntax
+from kvtide.server.tools.grammars.lark_rules import LarkRules, any_of, json_call, repeated
 from kvtide.server.tools.marker_parser import OfferedTools
-from kvtide.server.tools.tool_spec import FunctionTool
+from kvtide.server.tools.tool_spec import MAX_NAME, FunctionTool
 from kvtide.server.tools.typed_arguments import ArgumentWriter
 
 BEGIN, END = "<tool_call>", "</tool_call>"
-_FUNCTION, _FUNCTION_END = "<function=", "</function>"
+FUNCTION, _FUNCTION_END = "<function=", "</function>"
 _PARAMETER, _PARAMETER_END = "<parameter=", "</parameter>"
 _VALUE_ENDS = (_PARAMETER_END, _FUNCTION_END, END)
 
@@ -28,7 +30,7 @@ _VALUE_ENDS = (_PARAMETER_END, _FUNCTION_END, END)
 class HermesParser(ObjectParser):
     """Both forms. An end marker that is missing ends nothing: the object's last bracket does."""
 
-    MARKERS = (BEGIN, END, _FUNCTION)
+    MARKERS = (BEGIN, END, FUNCTION)
 
     def __init__(self, offered: OfferedTools) -> None:
         super().__init__(offered)
@@ -37,19 +39,19 @@ class HermesParser(ObjectParser):
     def _marked(self, marker: str) -> Callable[[], bool]:
         if marker == END:
             return self._stray_end
-        return self._function_name if marker == _FUNCTION else self._opened
+        return self._function_name if marker == FUNCTION else self._opened
 
     def _opened(self) -> bool:
         if not self._skip_space():
             return False
         if self._rest[0] == "{":
             return self._read_object(self._closing)
-        found = self._take(_FUNCTION)
+        found = self._take(FUNCTION)
         if found is None:
             return False
         if not found:
             return self._broken()
-        self._marker += _FUNCTION
+        self._marker += FUNCTION
         self._state = self._function_name
         return True
 
@@ -65,7 +67,6 @@ class HermesParser(ObjectParser):
         if self._object is not None:
             super()._cut_short()
         elif self._arguments is not None:
-            self._value(final=True)
             self._arguments.close()
         elif self._state in (self._opened, self._function_name):
             self._out.text(self._marker)
@@ -74,7 +75,7 @@ class HermesParser(ObjectParser):
 
     def _function_name(self) -> bool:
         name, found, rest = self._rest.partition(">")
-        if not found and len(name) <= 64:
+        if not found and len(name) <= MAX_NAME:
             return False
         name = name.strip().strip("\"'")
         if not found or not self._out.is_name(name):
@@ -120,13 +121,8 @@ class HermesParser(ObjectParser):
         return True
 
     def _in_parameter(self) -> bool:
-        return self._value(final=False)
-
-    def _value(self, *, final: bool) -> bool:
         assert self._arguments is not None
-        if not self._arguments.in_value:
-            return False
-        self._rest, end = self._arguments.read(self._rest, _VALUE_ENDS, final=final)
+        self._rest, end = self._arguments.read(self._rest, _VALUE_ENDS, final=self._final)
         if end is None:
             return False
         self._rest = self._rest.removeprefix(_PARAMETER_END)
@@ -146,15 +142,33 @@ def hermes_grammar(tools: Sequence[FunctionTool], rules: LarkRules, *, parallel:
 
 
 def qwen_coder_grammar(tools: Sequence[FunctionTool], rules: LarkRules, *, parallel: bool) -> str:
-    """The same for Qwen3-Coder's form: texts are free, other values follow the schema."""
+    """The same for Qwen3-Coder's form."""
     begin, end = rules.marker(BEGIN), rules.marker(END)
-    call = rules.add("call", any_of(_function(tool, rules) for tool in tools))
-    body = f"{quoted(chr(10))} {call} {quoted(chr(10))} {end}"
-    return repeated(body, f"{quoted(chr(10))} {begin} {body}", parallel=parallel)
+    function = rules.add("function", any_of(_function(tool, rules) for tool in tools))
+    call = f"{quoted(chr(10))} {quoted(FUNCTION)} {function} {quoted(chr(10))} {end}"
+    return repeated(call, f"{quoted(chr(10))} {begin} {call}", parallel=parallel)
+
+
+def bare_qwen_coder_grammar(
+    tools: Sequence[FunctionTool], rules: LarkRules, *, parallel: bool
+) -> str:
+    """A call without its first marker, as this family writes some; what follows `FUNCTION`."""
+    function = rules.add("function", any_of(_function(tool, rules) for tool in tools))
+    end = f"({quoted(chr(10))} {rules.marker(END)})?"
+    begin = f"{quoted(chr(10))} ({rules.marker(BEGIN)} {quoted(chr(10))})?"
+    further = f"{begin} {quoted(FUNCTION)} {function} {end}"
+    return repeated(f"{function} {end}", further, parallel=parallel)
 
 
 def _function(tool: FunctionTool, rules: LarkRules) -> str:
-    parameters = rules.parameters(
-        tool, lambda name: quoted(f"{_PARAMETER}{name}>\n"), f"\n{_PARAMETER_END}", quoted("\n")
-    )
-    return f"{quoted(f'{_FUNCTION}{tool.name}>' + chr(10))} {parameters} {quoted(_FUNCTION_END)}"
+    syntax = ArgumentSyntax(_parameter, f"\n{_PARAMETER_END}", _VALUE_ENDS, quoted("\n"), _is_read)
+    arguments = ArgumentRules(tool, rules).one_by_one(syntax)
+    return f"{quoted(f'{tool.name}>' + chr(10))} ({arguments}) {quoted(_FUNCTION_END)}"
+
+
+def _parameter(name: str, *, as_text: bool) -> str:
+    return quoted(f"{_PARAMETER}{name}>\n")
+
+
+def _is_read(name: str) -> bool:
+    return ">" not in name and name == name.strip().strip("\"'")

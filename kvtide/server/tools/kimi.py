@@ -11,8 +11,9 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 
+from kvtide.engine.grammar.grammar_rules import quoted
 from kvtide.server.tools.call_json import JsonText
-from kvtide.server.tools.lark_rules import LarkRules, any_of, quoted, repeated
+from kvtide.server.tools.grammars.lark_rules import LarkRules, any_of, repeated
 from kvtide.server.tools.marker_parser import MAX_HELD, MarkerParser, OfferedTools
 from kvtide.server.tools.tool_spec import FunctionTool
 

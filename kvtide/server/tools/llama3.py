@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from kvtide.engine.grammar.grammar_rules import quoted
 from kvtide.server.tools.call_json import ObjectParser
-from kvtide.server.tools.lark_rules import LarkRules, any_of, json_call, quoted, repeated
+from kvtide.server.tools.grammars.lark_rules import LarkRules, any_of, json_call, repeated
 from kvtide.server.tools.marker_parser import OfferedTools
 from kvtide.server.tools.tool_spec import FunctionTool
 
@@ -57,6 +58,14 @@ class Llama3Parser(ObjectParser):
             super()._cut_short()
         elif self._state in (self._opened, self._start):
             self._out.text(self._marker)
+
+
+class MarkedLlama3Parser(Llama3Parser):
+    """Beside answers that may be JSON themselves a call has its marker."""
+
+    def __init__(self, offered: OfferedTools) -> None:
+        super().__init__(offered)
+        self._state = self._text
 
 
 def llama3_grammar(tools: Sequence[FunctionTool], rules: LarkRules, *, parallel: bool) -> str:

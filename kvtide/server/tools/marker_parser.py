@@ -24,6 +24,7 @@ from kvtide.server.tools.output_events import (
     ReasoningDelta,
     TextDelta,
 )
+from kvtide.server.tools.schemas.tool_schema import ToolSchema
 from kvtide.server.tools.tool_spec import NAME, FunctionTool
 
 MAX_HELD = 16_384
@@ -44,14 +45,14 @@ def short_call_id() -> str:
 class OfferedTools:
     """The tools that an answer may call, by name; `new_id` makes the id of a call."""
 
-    by_name: dict[str, FunctionTool] = field(default_factory=dict)
+    by_name: dict[str, ToolSchema] = field(default_factory=dict)
     new_id: Callable[[], str] = new_call_id
 
     @classmethod
     def of(
         cls, tools: Sequence[FunctionTool], new_id: Callable[[], str] = new_call_id
     ) -> OfferedTools:
-        return cls({tool.name: tool for tool in tools}, new_id)
+        return cls({tool.name: ToolSchema(tool) for tool in tools}, new_id)
 
 
 def beginning(text: str, markers: Sequence[str]) -> int:

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from kvtide.engine.grammar.grammar_rules import quoted
 from kvtide.server.tools.call_json import JsonText, ObjectParser
-from kvtide.server.tools.lark_rules import LarkRules, any_of, json_call, quoted, repeated
+from kvtide.server.tools.grammars.lark_rules import LarkRules, any_of, json_call, repeated
 from kvtide.server.tools.marker_parser import MAX_HELD, OfferedTools
 from kvtide.server.tools.tool_spec import FunctionTool
 

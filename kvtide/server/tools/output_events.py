@@ -84,6 +84,35 @@ class FirstCallOnly:
         return [event for event in self._parser.finish() if _is_wanted(event)]
 
 
+class CallsOrAnswer:
+    """The events of another parser for an output that is calls or an answer, from its first
+    character on: within an answer there are no markers."""
+
+    def __init__(self, parser: OutputParser) -> None:
+        self._parser: OutputParser = parser
+        self._read = ""
+        self._decided = False
+
+    def feed(self, text: str) -> list[OutputEvent]:
+        return self._decide(text, self._parser.feed(text))
+
+    def finish(self) -> list[OutputEvent]:
+        return self._decide("", self._parser.finish())
+
+    def _decide(self, text: str, events: list[OutputEvent]) -> list[OutputEvent]:
+        if self._decided:
+            return events
+        self._read += text
+        first = next((event for event in events if isinstance(event, TextDelta | CallBegin)), None)
+        if first is None:
+            return events
+        self._decided = True
+        if isinstance(first, CallBegin):
+            return events
+        self._parser = PlainText()
+        return self._parser.feed(self._read)
+
+
 def _is_wanted(event: OutputEvent) -> bool:
     return not isinstance(event, CallBegin | CallArguments | CallEnd) or event.index == 0
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from kvtide.engine.grammar.grammar import Grammar
+from kvtide.engine.grammar.grammar_rules import literal
 from kvtide.models.chat import Conversation
 from kvtide.models.spoken_tools import HERMES, PYTHONIC, SpokenForm
 from kvtide.models.tokenizer import Tokenizer
@@ -27,9 +28,19 @@ from kvtide.server.tools import (
     pythonic,
     reasoning,
 )
-from kvtide.server.tools.lark_rules import TEXT, LarkRules
-from kvtide.server.tools.marker_parser import OfferedTools, new_call_id, short_call_id
-from kvtide.server.tools.output_events import FirstCallOnly, OutputParser, PlainText
+from kvtide.server.tools.grammars.lark_rules import LarkRules, any_of
+from kvtide.server.tools.marker_parser import (
+    MarkerParser,
+    OfferedTools,
+    new_call_id,
+    short_call_id,
+)
+from kvtide.server.tools.output_events import (
+    CallsOrAnswer,
+    FirstCallOnly,
+    OutputParser,
+    PlainText,
+)
 from kvtide.server.tools.tool_spec import FunctionTool, ToolRequest
 
 NO_REASONING, THINK, HARMONY = "none", "think", "harmony"
@@ -51,18 +62,23 @@ class ToolFormat:
     trigger   the marker before the first call; empty where a call begins the answer
     grammar   the expression of all calls, after the trigger
     evidence  texts that a chat template of this format has
-    plain     without a trigger: the regular expression of answers that are no calls
+    opening   how an answer begins that is calls without a marker, as a regular expression
+    other     another marker that begins calls, and the expression that follows it
+    marked    the format beside answers that may look like calls without a marker
     """
 
-    parser: Callable[[OfferedTools], OutputParser]
+    parser: type[MarkerParser]
     special: tuple[str, ...]
     trigger: str
     grammar: CallGrammar
     evidence: tuple[str, ...]
-    plain: str = ""
+    opening: str = ""
+    other: tuple[str, CallGrammar] | None = None
+    marked: ToolFormat | None = None
     new_id: Callable[[], str] = new_call_id
 
 
+_HARMONY = {False: harmony.HarmonyParser, True: harmony.WholeAnswerParser}
 _HERMES = (hermes.HermesParser, (hermes.BEGIN, hermes.END), hermes.BEGIN)
 _MISTRAL = (
     mistral.MistralParser,
@@ -101,7 +117,12 @@ FORMATS: dict[str, ToolFormat] = {
         glm.glm_grammar,
         ("<arg_key>",),
     ),
-    "qwen3_coder": ToolFormat(*_HERMES, hermes.qwen_coder_grammar, (hermes.BEGIN, "<function=")),
+    "qwen3_coder": ToolFormat(
+        *_HERMES,
+        hermes.qwen_coder_grammar,
+        (hermes.BEGIN, hermes.FUNCTION),
+        other=(hermes.FUNCTION, hermes.bare_qwen_coder_grammar),
+    ),
     "hermes": ToolFormat(*_HERMES, hermes.hermes_grammar, (hermes.BEGIN,)),
     "mistral_args": ToolFormat(
         *_MISTRAL,
@@ -126,7 +147,14 @@ FORMATS: dict[str, ToolFormat] = {
         "",
         llama3.llama3_grammar,
         ('{"name": function name',),
-        plain=r"\s*[^{\s](.|\n)*",
+        opening=r"\{",
+        marked=ToolFormat(
+            llama3.MarkedLlama3Parser,
+            (llama3.BEGIN,),
+            llama3.BEGIN,
+            llama3.llama3_grammar,
+            (),
+        ),
     ),
     "lfm2": ToolFormat(
         pythonic.PythonicParser,
@@ -134,6 +162,7 @@ FORMATS: dict[str, ToolFormat] = {
         pythonic.BEGIN,
         pythonic.pythonic_grammar,
         (pythonic.BEGIN,),
+        opening=pythonic.BARE_CALL,
     ),
     "pythonic": ToolFormat(
         pythonic.PythonicParser,
@@ -141,7 +170,7 @@ FORMATS: dict[str, ToolFormat] = {
         "",
         pythonic.bare_grammar,
         ("tool_code",),
-        plain=r"\s*[^\[\s](.|\n)*",
+        opening=r"\[",
     ),
 }
 """In the order in which a template is searched for their evidence."""
@@ -244,23 +273,34 @@ class ChatFormats:
         ids = {text: self._tokenizer.special_id(text) for text in texts}
         return {text: token for text, token in ids.items() if token is not None}
 
-    def parser_factory(self, request: ToolRequest, prompt: str) -> Callable[[], OutputParser]:
-        """Makes the parser of one output that follows a prompt."""
+    def parser_factory(
+        self, request: ToolRequest, prompt: str, *, formed: bool = False
+    ) -> Callable[[], OutputParser]:
+        """Makes the parser of one output that follows a prompt.
+
+        formed  a grammar holds the answer's text, so that markers in it are a part of it
+        """
         offered = OfferedTools.of(request.callable, self._format.new_id)
         closing = reasoning.opened_by(prompt)
 
         def answer() -> OutputParser:
             if self._speaks_harmony():
-                channels: OutputParser = harmony.HarmonyParser(offered)
+                channels: OutputParser = _HARMONY[formed](offered)
                 none = self.reasoning == NO_REASONING
                 return reasoning.ReasoningAsText(channels) if none else channels
-            calls = self._format.parser(offered) if request.callable else PlainText()
+            calls: OutputParser = PlainText()
+            if request.callable:
+                calls = self._call_format(formed=formed).parser(offered)
+                calls = CallsOrAnswer(calls) if formed else calls
             return reasoning.ThinkParser(calls, closing) if self.reasoning == THINK else calls
 
         def new_parser() -> OutputParser:
             return answer() if request.several else FirstCallOnly(answer())
 
         return new_parser
+
+    def _call_format(self, *, formed: bool) -> ToolFormat:
+        return (self._format.marked if formed else None) or self._format
 
     # -- grammar ----------------------------------------------------------------------------
 
@@ -277,29 +317,47 @@ class ChatFormats:
         if not request.callable and not frames:
             return content
         rules = LarkRules(self.special_ids(request))
-        embedded = None if content is None else rules.embedded(content)
         if self._speaks_harmony():
             tools = request.callable
-            answer = None if request.required else harmony.answer_grammar(rules, embedded)
+            text = None if content is None else rules.content(content)
+            answer = None if request.required else harmony.answer_grammar(rules, text)
             return Grammar("lark", rules.text(harmony.channels_grammar(tools, rules, answer)))
-        if request.required:
-            start = self._calls(request, rules)
-        elif embedded is not None:
-            start = f"{embedded} | {self._calls(request, rules)}" if request.callable else embedded
-        else:
-            start = self._free(request, rules)
-        return Grammar("lark", rules.text(f"{self._thought(rules, prompt)} ({start})"))
+        form = self._call_format(formed=content is not None)
+        ways = [] if request.required else self._answers(form, request, rules, content)
+        if request.callable and (request.required or content is not None):
+            ways.append(f"{rules.marker(form.trigger)} {_calls(form, request, rules)}")
+        return Grammar("lark", rules.text(f"{self._thought(rules, prompt)} ({any_of(ways)})"))
 
-    def _calls(self, request: ToolRequest, rules: LarkRules) -> str:
-        calls = self._format.grammar(request.callable, rules, parallel=request.several)
-        return f"{rules.marker(self._format.trigger)} {calls}" if self._format.trigger else calls
+    def _answers(
+        self, form: ToolFormat, request: ToolRequest, rules: LarkRules, content: Grammar | None
+    ) -> list[str]:
+        """An answer that is no call, and without a form of its own one that ends in calls. Its text
+        has nothing in it that the parser takes for the begin of a call."""
+        if not request.callable:
+            return [rules.content(content)] if content is not None else []
+        markers, opening = form.parser.MARKERS, self._opening(form)
+        if content is not None:
+            return [rules.content(content, markers, opening)]
+        free = rules.free_text(markers, opening)
+        if not form.trigger:
+            return [free, _calls(form, request, rules)]
+        other = [] if form.other is None else [form.other]
+        begun = {form.trigger, *(marker for marker, _ in other)}
+        besides = [marker for marker in markers if marker not in begun]
+        return [
+            free,
+            *(
+                f"{rules.text_until(marker, besides, opening)} "
+                f"{grammar(request.callable, rules, parallel=request.several)}"
+                for marker, grammar in [(form.trigger, form.grammar), *other]
+            ),
+        ]
 
-    def _free(self, request: ToolRequest, rules: LarkRules) -> str:
-        """Text, and calls that begin anywhere in it."""
-        calls = self._format.grammar(request.callable, rules, parallel=request.several)
-        if not self._format.trigger:
-            return f"/{self._format.plain}/ | {calls}"
-        return f"{TEXT} | {rules.text_until(self._format.trigger)} {calls}"
+    def _opening(self, form: ToolFormat) -> str:
+        """How no text may begin: as calls do, or as reasoning does."""
+        thoughts = reasoning.PAIRS if self.reasoning == THINK else ()
+        openings = [literal(opening) for opening, _ in thoughts]
+        return "|".join([*openings, *([form.opening] if form.opening else [])])
 
     def _thought(self, rules: LarkRules, prompt: str) -> str:
         """The reasoning before the answer, which the prompt may have opened."""
@@ -310,6 +368,10 @@ class ChatFormats:
             return f"{rules.text_until(closing)} {space}"
         opening, closing = self._pair
         return f"({rules.marker(opening)} {rules.text_until(closing)} {space})?"
+
+
+def _calls(form: ToolFormat, request: ToolRequest, rules: LarkRules) -> str:
+    return form.grammar(request.callable, rules, parallel=request.several)
 
 
 def _tool_parser(source: str, model_type: str, *, knows_tools: bool) -> str:

@@ -7,6 +7,7 @@
     ```
 
 Without a marker a list is a call only if it names offered tools. A call's arguments come whole.
+Arguments are read as JSON; where they are none, as literals of Python.
 """
 
 from __future__ import annotations
@@ -14,11 +15,17 @@ from __future__ import annotations
 import ast
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-from kvtide.server.tools.lark_rules import LarkRules, any_of, quoted, repeated, word
+from kvtide.engine.grammar.grammar_rules import quoted
+from kvtide.server.tools.grammars.argument_rules import ArgumentRules
+from kvtide.server.tools.grammars.lark_rules import LarkRules, any_of, repeated, word
 from kvtide.server.tools.marker_parser import MarkerParser, OfferedTools
-from kvtide.server.tools.tool_spec import FunctionTool
+from kvtide.server.tools.schemas.alternatives import UnenforceableError
+from kvtide.server.tools.schemas.argument_forms import ArgumentForm
+from kvtide.server.tools.schemas.tool_schema import ToolSchema
+from kvtide.server.tools.tool_spec import MAX_NAME, FunctionTool
+from kvtide.server.tools.typed_arguments import DECODER, spaced
 
 BEGIN, END = "<|tool_call_start|>", "<|tool_call_end|>"
 FENCE, FENCE_END = "```tool_code", "```"
@@ -26,8 +33,11 @@ MAX_CALL = 1 << 18
 """Characters of one call, or of one fence."""
 _MAX_DEPTH = 64
 _MAX_NUMBER = 1e300
-_NAME = re.compile(r"([A-Za-z_][\w-]{0,63})\s*\(", re.ASCII)
-_NAME_BEGIN = re.compile(r"(?:[A-Za-z_][\w-]{0,63}\s*)?", re.ASCII)
+_NAME = re.compile(rf"([\w-]{{1,{MAX_NAME}}})\s*\(", re.ASCII)
+_NAME_BEGIN = re.compile(rf"(?:[\w-]{{1,{MAX_NAME}}}\s*)?", re.ASCII)
+BARE_CALL = r"\[\s*[A-Za-z0-9_-]+\s*\("
+"""How an answer begins that may be calls without a marker, as a regular expression."""
+_SEPARATOR = re.compile(r"\s*,\s*")
 _LITERALS = {"true": True, "false": False, "null": None}
 
 
@@ -86,18 +96,19 @@ class PythonicParser(MarkerParser):
         if end is None:
             return self._not_a_call() if len(self._rest) > MAX_CALL else False
         name, _, arguments = self._rest[: end - 1].partition("(")
-        values = _arguments(arguments, self._out.offered.by_name.get(name.strip()))
+        tool = self._out.offered.by_name.get(name.strip())
+        written = _json_arguments(arguments, tool) or _python_arguments(arguments, tool)
         self._scan = None
-        if values is None:
+        if written is None:
             return self._not_a_call()
         self._rest = self._rest[end:]
-        self._write(name.strip(), values)
+        self._write(name.strip(), written)
         self._marker, self._state = "", self._between
         return True
 
-    def _write(self, name: str, values: Mapping[str, object]) -> None:
+    def _write(self, name: str, arguments: str) -> None:
         self._out.begin(name)
-        self._out.arguments(json.dumps(values, ensure_ascii=False))
+        self._out.arguments(arguments)
         self._out.end()
 
     def _between(self) -> bool:
@@ -119,7 +130,7 @@ class PythonicParser(MarkerParser):
         if not calls:
             return self._broken()
         for name, values in calls:
-            self._write(name, values)
+            self._write(name, _json(values))
         self._rest = self._rest[len(code) + (0 if at < 0 else len(FENCE_END)) :]
         return self._in_text()
 
@@ -175,13 +186,53 @@ class _Brackets:
         return True
 
 
+# -- JSON -------------------------------------------------------------------------------------
+
+
+def _json_arguments(text: str, tool: ToolSchema | None) -> str | None:
+    """`name=` and JSON, name by name; None if there is anything else."""
+    text, at, written = text.strip(), 0, dict[str, str]()
+    names = sorted(_names(tool), key=len, reverse=True)
+    while at < len(text):
+        named = next((name for name in names if text.startswith(name + "=", at)), None)
+        if named is None or named in written:
+            return None
+        at += len(named) + 1
+        try:
+            _, end = DECODER.raw_decode(text, at)
+        except (ValueError, RecursionError):
+            return None
+        written[named] = spaced(text[at:end])
+        separator = _SEPARATOR.match(text, end)
+        if separator is None and end < len(text):
+            return None
+        at = end if separator is None else separator.end()
+    return "{" + ", ".join(f"{_json(name)}: {value}" for name, value in written.items()) + "}"
+
+
+def _names(tool: ToolSchema | None) -> Iterable[str]:
+    """The arguments that a tool may have, in their order."""
+    if tool is None:
+        return ()
+    try:
+        forms = tool.forms
+    except UnenforceableError:
+        forms = [tool.plain]
+    return dict.fromkeys(name for form in forms for name in form.arguments)
+
+
+def _json(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
 # -- Python's literals ------------------------------------------------------------------------
 
 
-def _arguments(text: str, tool: FunctionTool | None) -> dict[str, object] | None:
+def _python_arguments(text: str, tool: ToolSchema | None) -> str | None:
     """The arguments between a call's brackets; None if they are no literals."""
     call = _parsed(f"f({text}\n)")
-    return None if not isinstance(call, ast.Call) else _values(call, tool)
+    values = None if not isinstance(call, ast.Call) else _values(call, tool)
+    return None if values is None else _json(values)
 
 
 def _parsed(code: str) -> ast.AST | None:
@@ -191,9 +242,8 @@ def _parsed(code: str) -> ast.AST | None:
         return None
 
 
-def _values(call: ast.Call, tool: FunctionTool | None) -> dict[str, object] | None:
-    properties = {} if tool is None else tool.parameters.get("properties")
-    names = list(properties) if isinstance(properties, Mapping) else []
+def _values(call: ast.Call, tool: ToolSchema | None) -> dict[str, object] | None:
+    names = list(_names(tool))
     if len(call.args) > len(names):
         return None
     try:
@@ -237,7 +287,7 @@ def _items(
 
 
 def _fenced(
-    code: str, tools: Mapping[str, FunctionTool]
+    code: str, tools: Mapping[str, ToolSchema]
 ) -> list[tuple[str, dict[str, object]]] | None:
     """The calls of a fence; None if it has anything else."""
     try:
@@ -256,9 +306,7 @@ def _fenced(
     return calls
 
 
-def _called(
-    node: object, tools: Mapping[str, FunctionTool]
-) -> tuple[str, dict[str, object]] | None:
+def _called(node: object, tools: Mapping[str, ToolSchema]) -> tuple[str, dict[str, object]] | None:
     if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
         return None
     name = node.func.id
@@ -286,24 +334,28 @@ def bare_grammar(tools: Sequence[FunctionTool], rules: LarkRules, *, parallel: b
 
 
 def _call(tool: FunctionTool, rules: LarkRules) -> str:
-    """Required arguments come first, each group in the schema's order."""
-    properties = tool.parameters.get("properties")
-    required = tool.parameters.get("required")
-    needed: list[str] = []
-    optional: list[str] = []
-    for name in properties if isinstance(properties, Mapping) else {}:
-        schema = {**_shared(tool), **tool.property_schema(name)}
-        value = rules.json(f"arg_{word(tool.name)}_{word(name)}", schema, strict=tool.strict)
-        part = f"{quoted(name + '=')} {value}"
-        (needed if isinstance(required, list) and name in required else optional).append(part)
-    comma = quoted(", ")
-    further = [f"({comma} {part})?" for part in (optional if needed else optional[1:])]
-    if needed:
-        inner = " ".join([f" {comma} ".join(needed), *further])
-    else:
-        inner = f"({' '.join([optional[0], *further])})?" if optional else ""
-    return f"{quoted(tool.name + '(')} {inner} {quoted(')')}"
+    arguments = ArgumentRules(tool, rules)
+    forms = [_form(form, arguments) for form in arguments.forms()]
+    return f"{quoted(tool.name + '(')} ({any_of(dict.fromkeys(forms))}) {quoted(')')}"
 
 
-def _shared(tool: FunctionTool) -> dict[str, object]:
-    return {k: v for k, v in tool.parameters.items() if k in ("$defs", "definitions")}
+def _form(form: ArgumentForm, arguments: ArgumentRules) -> str:
+    """The arguments in the schema's order, with commas between those that there are."""
+    first = rest = ""
+    for name, schemas in reversed([*form.arguments.items()]):
+        if not _is_read(name):
+            arguments.refuse(name, UnenforceableError("a name that this model's form cannot write"))
+            continue
+        value = f"{quoted(name + '=')} {arguments.json(name, schemas)}"
+        needed = name in form.required
+        first = arguments.rule(
+            f"first_{word(name)}",
+            f"{value} {rest}" + ("" if needed else f" | {first or quoted('')}"),
+        )
+        further = f"({quoted(', ')} {value})" + ("" if needed else "?")
+        rest = arguments.rule(f"rest_{word(name)}", f"{further} {rest}")
+    return first or quoted("")
+
+
+def _is_read(name: str) -> bool:
+    return name == name.strip() and not set("'\"()[]{}\\") & set(name)

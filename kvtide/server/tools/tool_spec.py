@@ -14,7 +14,9 @@ MAX_TOOLS = 512
 MAX_TOOL_BYTES = 1 << 20
 """All tools of a request as JSON: the prompt has all of them."""
 MAX_SCHEMA_DEPTH = 64
-NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+MAX_NAME = 128
+"""Characters of a tool's name, as in Anthropic's API."""
+NAME = re.compile(rf"[A-Za-z0-9_-]{{1,{MAX_NAME}}}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,12 +38,6 @@ class FunctionTool:
         description = {"description": self.description} if self.description else {}
         function = {"name": self.name, **description, "parameters": self.parameters}
         return {"type": "function", "function": function}
-
-    def property_schema(self, name: str) -> Mapping[str, object]:
-        """The schema of one argument; empty where there is none."""
-        properties = self.parameters.get("properties")
-        found = properties.get(name) if isinstance(properties, Mapping) else None
-        return found if isinstance(found, Mapping) else {}
 
 
 class ChoiceMode(Enum):
@@ -143,7 +139,7 @@ def _tool(given: object) -> FunctionTool:
     name, description = function["name"], function.get("description")
     if not NAME.fullmatch(name):
         raise _problem(
-            f"the tool name {name!r:.80} is not 1 to 64 letters, digits, _ or -; rename it"
+            f"the tool name {name!r:.80} is not 1 to {MAX_NAME} letters, digits, _ or -; rename it"
         )
     if description is not None and not isinstance(description, str):
         raise _problem(f"the description of {name} is not a text; send one", "invalid_type")

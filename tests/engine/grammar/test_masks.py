@@ -179,5 +179,5 @@ def test_what_cannot_be_enforced_is_refused_with_the_reason(grammar: Grammar, re
 
 
 def test_a_kind_that_does_not_exist_is_an_error() -> None:
-    with pytest.raises(ValueError, match="json_schema, regex, lark"):
+    with pytest.raises(ValueError, match="json_schema, regex, choice, lark"):
         Grammar("poem", "roses are red")

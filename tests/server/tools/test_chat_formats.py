@@ -5,35 +5,18 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-import tokenizers
 
-from kvtide.models.chat import ChatTemplate, Conversation
-from kvtide.models.token_bytes import Spelling, byte_level
-from kvtide.models.tokenizer import SpecialTokens, Tokenizer
+from kvtide.models.chat import Conversation
 from kvtide.server.tools.output_events import CallBegin, ReasoningDelta, TextDelta
 from kvtide.server.tools.parser_registry import FAMILIES, FORMATS, ChatFormats
 from kvtide.server.tools.tool_spec import ChoiceMode, ToolChoice, ToolRequest
+from tests.server.tools.byte_tokenizer import tokenizer
 from tests.server.tools.recorded import TOOLS
 
 CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>{% endfor %}"
 TOOLED = "{% for t in tools %}{{ t | tojson }}{% endfor %}" + CHATML
 SPECIAL = ("<|im_end|>", "<tool_call>", "</tool_call>", "<think>", "</think>")
 ASKED = ToolRequest(TOOLS, ToolChoice(ChoiceMode.AUTO))
-
-
-def tokenizer(template: str | None, special: tuple[str, ...] = ()) -> Tokenizer:
-    letters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {letter: number for number, letter in enumerate(letters)}
-    core = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=[]))
-    core.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    core.add_special_tokens(list(special))
-    silent = frozenset(core.token_to_id(text) for text in special)
-    return Tokenizer(
-        core,
-        Spelling(core.id_to_token, byte_level, silent),
-        SpecialTokens(None, None, frozenset()),
-        None if template is None else ChatTemplate(template, {}),
-    )
 
 
 @pytest.mark.parametrize(

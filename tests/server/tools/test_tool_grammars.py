@@ -8,59 +8,15 @@ from dataclasses import replace
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
-from kvtide.engine import RequestError
 from kvtide.engine.grammar.grammar import Grammar
-from kvtide.server.tools.lark_rules import LarkRules
+from kvtide.server.tools.grammars.lark_rules import LarkRules
+from kvtide.server.tools.output_events import CallBegin
 from kvtide.server.tools.parser_registry import FORMATS, ChatFormats
 from kvtide.server.tools.tool_spec import ChoiceMode, FunctionTool, ToolChoice, ToolRequest
 from tests.server.tools.recorded import NOW, TOOLS, WEATHER
+from tests.server.tools.written_calls import ONE, TWO, written
 
 BYTES = LLTokenizer("byte")
-_DSML = (
-    '\n<｜DSML｜invoke name="get_weather">\n<｜DSML｜parameter name="city" string="true">'
-    'Paris</｜DSML｜parameter>\n<｜DSML｜parameter name="days" string="false">3'
-    "</｜DSML｜parameter>\n</｜DSML｜invoke>\n"
-)
-_JSON = '{"city": "Paris", "days": 3}'
-ONE: dict[str, str] = {
-    "hermes": f'<tool_call>\n{{"name": "get_weather", "arguments": {_JSON}}}\n</tool_call>',
-    "qwen3_coder": "<tool_call>\n<function=get_weather>\n<parameter=city>\nParis\n</parameter>\n"
-    "<parameter=days>\n3\n</parameter>\n</function>\n</tool_call>",
-    "llama3": f'{{"name": "get_weather", "parameters": {_JSON}}}',
-    "mistral": f'[TOOL_CALLS][{{"name": "get_weather", "arguments": {_JSON}}}]',
-    "mistral_args": f"[TOOL_CALLS]get_weather[ARGS]{_JSON}",
-    "nemotron": f'<TOOLCALL>[{{"name": "get_weather", "arguments": {_JSON}}}]</TOOLCALL>',
-    "kimi": "<|tool_calls_section_begin|><|tool_call_begin|>functions.get_weather:0"
-    f"<|tool_call_argument_begin|>{_JSON}<|tool_call_end|><|tool_calls_section_end|>",
-    "deepseek_v3": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\n"
-    f"```json\n{_JSON}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
-    "deepseek_v31": f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>{_JSON}"
-    "<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
-    "deepseek_v32": f"<｜DSML｜function_calls>{_DSML}</｜DSML｜function_calls>",
-    "deepseek_v4": f"<｜DSML｜tool_calls>{_DSML}</｜DSML｜tool_calls>",
-    "harmony": "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary "
-    f"to=functions.get_weather <|constrain|>json<|message|>{_JSON}",
-    "glm": "<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>Paris</arg_value>\n"
-    "<arg_key>days</arg_key>\n<arg_value>3</arg_value>\n</tool_call>",
-    "lfm2": '<|tool_call_start|>[get_weather(city="Paris", days=3)]<|tool_call_end|>',
-    "pythonic": '[get_weather(city="Paris", days=3)]',
-}
-"""One call of each format."""
-TWO: dict[str, str] = {
-    "hermes": ONE["hermes"] + '\n<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>',
-    "qwen3_coder": ONE["qwen3_coder"] + "\n<tool_call>\n<function=now>\n</function>\n</tool_call>",
-    "llama3": ONE["llama3"] + '; {"name": "now", "parameters": {}}',
-    "mistral": ONE["mistral"][:-1] + ', {"name": "now", "arguments": {}}]',
-    "mistral_args": ONE["mistral_args"] + "[TOOL_CALLS]now[ARGS]{}",
-    "nemotron": ONE["nemotron"].replace("]", ', {"name": "now", "arguments": {}}]'),
-    "kimi": ONE["kimi"].replace(
-        "<|tool_call_end|>",
-        "<|tool_call_end|><|tool_call_begin|>functions.now:1<|tool_call_argument_begin|>{}"
-        "<|tool_call_end|>",
-    ),
-    "glm": ONE["glm"] + "<tool_call>now</tool_call>",
-    "pythonic": ONE["pythonic"][:-1] + ", now()]",
-}
 REQUIRED = ToolChoice(ChoiceMode.REQUIRED)
 AUTO = ToolChoice(ChoiceMode.AUTO)
 
@@ -177,10 +133,8 @@ def test_calls_and_a_form_of_the_answer_go_together() -> None:
     assert takes(worded, ONE["hermes"]) and takes(worded, "a/b")
     formats = ChatFormats(None, "", "hermes")
     assert formats.grammar(ToolRequest(), "", schema) is schema
-    chosen = grammar("hermes", AUTO, content=Grammar("lark", 'start: TEXT\nTEXT: "a" | "b"'))
+    chosen = grammar("hermes", AUTO, content=Grammar("choice", '["a", "b"]'))
     assert takes(chosen, ONE["hermes"]) and takes(chosen, "b") and not takes(chosen, "c")
-    with pytest.raises(RequestError, match="exclude each other"):
-        grammar("hermes", AUTO, content=Grammar("lark", "start: /a/"))
 
 
 def test_the_form_of_an_answer_binds_what_follows_the_reasoning() -> None:
@@ -200,8 +154,9 @@ def test_markers_that_are_special_tokens_are_named_by_id() -> None:
     rules = LarkRules({"｜DSML｜": 300, "<tool_call>": 301})
     assert rules.marker("<tool_call>\n") == '<[301]> "\\n"'
     assert rules.marker("</｜DSML｜invoke>") == '"</" <[300]> "invoke>"'
-    assert rules.text_until("</｜DSML｜invoke>") == '/(.|\\n)*\\<\\// <[300]> "invoke>"'
-    assert rules.text_until("<tool_call>") == "/(.|\\n)*/ <[301]>"
+    assert rules.text_until("</｜DSML｜invoke>") == 'TEXT <[300]> "invoke>"'
+    assert rules.text_until("<tool_call>").endswith(" <[301]>")
+    assert '"</"' in rules.text("TEXT")
 
 
 def test_names_that_differ_only_in_case_have_rules_of_their_own() -> None:
@@ -232,3 +187,18 @@ def test_schemas_that_cannot_be_enforced_bind_strict_tools_alone() -> None:
     assert takes(loose, '<tool_call>\n{"name": "f", "arguments": {"a": "x"}}\n</tool_call>')
     strict = grammar("hermes", tools=(FunctionTool("f", "", schema, strict=True),))
     assert "format" in LLMatcher.validate_grammar(LLMatcher.grammar_from_lark(strict.text), BYTES)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_calls_of_odd_and_long_names_are_taken_and_read(name: str) -> None:
+    for called in ("a" * 128, "3d-render", "-x_", "mcp__plugin_long-name__read"):
+        tools = (FunctionTool(called, "", {"type": "object", "properties": {"a": {}}}),)
+        request = ToolRequest(tools, REQUIRED)
+        composed = grammar(name, tools=tools)
+        text = written(name, called, {"a": 5})
+        assert takes(composed, text), called
+        parser = ChatFormats(None, "", name).parser_factory(request, "")()
+        pieces = [text[at : at + 3] for at in range(0, len(text), 3)]
+        events = [event for piece in pieces for event in parser.feed(piece)]
+        begun = [e.name for e in (*events, *parser.finish()) if isinstance(e, CallBegin)]
+        assert begun == [called]

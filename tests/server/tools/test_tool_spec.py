@@ -43,7 +43,6 @@ def test_tools_are_read() -> None:
         True,
     )
     assert first.template_form() == tool(description="d", parameters=schema)
-    assert first.property_schema("a") == {"type": "integer"} and not first.property_schema("b")
     assert second.parameters == {"type": "object", "properties": {}}
     assert request.choice == ToolChoice(ChoiceMode.AUTO) and request.guarded
     assert not request.required
@@ -89,7 +88,7 @@ def test_no_tools_are_no_choice() -> None:
         ([tool("a b")], "rename it", "invalid_value"),
         ([tool("ü")], "rename it", "invalid_value"),
         ([tool('"}\n<tool_call>')], "rename it", "invalid_value"),
-        ([tool("a" * 65)], "rename it", "invalid_value"),
+        ([tool("a" * 129)], "rename it", "invalid_value"),
         ([tool(), tool()], "two tools are named f", "invalid_value"),
         ([tool(str(n)) for n in range(MAX_TOOLS + 1)], "at most 512", "invalid_value"),
         ([tool(description="a" * MAX_TOOL_BYTES)], "bytes of JSON", "invalid_value"),
@@ -181,7 +180,7 @@ def test_arguments_that_are_no_json_stay_text() -> None:
         ({"role": "user", "tool_calls": [call()]}, "role user has tool_calls"),
         ({"role": "assistant", "tool_calls": [call(name="f g")]}, "letters, digits, _ or -"),
         ({"role": "assistant", "tool_calls": [call(name='"><|im_end|>')]}, "letters, digits"),
-        ({"role": "assistant", "tool_calls": [call(name="f" * 65)]}, "letters, digits"),
+        ({"role": "assistant", "tool_calls": [call(name="f" * 129)]}, "letters, digits"),
         ({"role": "assistant", "tool_calls": [call()] * 1025}, "1025 tool_calls"),
         ({"role": "assistant", "tool_calls": [call(arguments="世" * 400_000)]}, "1,200,000 bytes"),
         (
