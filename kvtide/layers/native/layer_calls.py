@@ -63,10 +63,7 @@ class NativeLayer:
     ) -> SelfAttentionCall | None:
         """The call of the whole layer; None where it is made of several calls."""
         if self.parts is not parts:
-            fits = self.by_head and all(
-                each is None or each.weight.dtype is torch.float32
-                for each in (parts.preparing.query_norm, parts.preparing.key_norm)
-            )
+            fits = self.by_head and norms_fit(parts.preparing, view["k"].shape[-1])
             self.parts = parts
             self.whole = self_attention_call(view, parts, page_tokens) if fits else None
         return self.whole
@@ -76,6 +73,12 @@ def whereabouts(view: Mapping[str, Tensor]) -> tuple[object, ...]:
     """Addresses, not tensors: a model must keep no pages."""
     field = next(iter(view.values()))
     return field.data_ptr(), *field.stride()[:2], field.dtype
+
+
+def norms_fit(how: QKVParams, dim: int) -> bool:
+    """Whether native kernels norm queries and keys of so many channels by these weights."""
+    norms = [norm for norm in (how.query_norm, how.key_norm) if norm is not None]
+    return all(norm.weight.dtype is torch.float32 and norm.weight.shape == (dim,) for norm in norms)
 
 
 def heads_call(
@@ -123,12 +126,16 @@ def set_params(call: AttentionCall, how: AttentionParams) -> None:
 def self_attention_call(
     view: Mapping[str, Tensor], parts: AttentionParts, page_tokens: int
 ) -> SelfAttentionCall | None:
-    """None where a projection is not one that native kernels multiply."""
+    """None where a projection is not one that native kernels multiply, or where shapes disagree."""
     qkv, out = projection_call(parts.qkv), projection_call(parts.out)
     if qkv is None or out is None:
         return None
     dim, kv_heads = view["k"].shape[-1], parts.preparing.kv_heads
     heads = qkv.outputs // dim - 2 * kv_heads
+    if heads <= 0 or heads % kv_heads or (heads * dim, qkv.outputs % dim) != (out.inputs, 0):
+        return None
+    if (sinks := parts.how.sinks) is not None and len(sinks) != heads:
+        return None
     attention = attention_call(view, ("k", "v"), heads, kv_heads, page_tokens)
     set_params(attention, parts.how)
     stride = kv_heads * dim * torch.float32.itemsize
@@ -191,7 +198,7 @@ class MLPCalls:
         if known is None or known[:3] != (gate_up, down, activation):
             first, last = projection_call(gate_up), projection_call(down)
             call = None
-            if first is not None and last is not None:
+            if first is not None and last is not None and first.outputs == 2 * last.inputs:
                 call = GatedMLPCall(gate_up=first, down=last, activation=activation)
             known = self._known[id(down)] = gate_up, down, activation, call
         return known[3]

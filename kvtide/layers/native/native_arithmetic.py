@@ -32,10 +32,10 @@ class NativeArithmetic(Batched):
             or len(shape) != 2
             or not (x.is_contiguous() and weight.is_contiguous())
             or shape[0] == 0
+            or shape[1] != weight.shape[1]  # Which torch refuses.
         ):
             return functional.linear(x, weight, bias)
         outputs, inputs = weight.shape
-        assert shape[1] == inputs, f"{shape[1]} inputs for a weight of {inputs}"
         out = x.new_empty(shape[0], outputs)
         self._linear(
             out.data_ptr(),
@@ -51,7 +51,8 @@ class NativeArithmetic(Batched):
 
     def packed_linear(self, x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
         rows, inputs = x.shape
-        assert inputs == weight.inputs, f"{inputs} inputs for a weight of {weight.inputs}"
+        if inputs != weight.inputs:
+            raise RuntimeError(f"{inputs} columns for a weight of {weight.inputs}")
         x, first, outputs = x.contiguous(), 0, len(weight)
         out = x.new_empty(rows, outputs)
         for run in weight.runs:

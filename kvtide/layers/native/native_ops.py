@@ -37,6 +37,7 @@ from kvtide.layers.native.layer_calls import (
     NativeLayer,
     attention_call,
     heads_call,
+    norms_fit,
     point_to,
     rows_at_most,
     set_params,
@@ -119,7 +120,11 @@ class NativeOps(TorchOps):
         kind, call = _GATINGS.get(activation), None
         if kind is not None and limit is None and _is_matrix(x):
             call = self._mlps.of(gate_up, down, kind)
-        if call is None or len(x) > rows_at_most(gate_up, down):
+        if (
+            call is None
+            or x.shape[1] != call.gate_up.inputs
+            or len(x) > rows_at_most(gate_up, down)
+        ):
             return super().gated_mlp(x, gate_up, down, activation, limit)
         out = x.new_empty(len(x), call.down.outputs)
         threads = torch.get_num_threads()
@@ -139,7 +144,8 @@ class NativeOps(TorchOps):
         layer, pairs = self._layer(run, place), 0 if cos_sin is None else cos_sin.shape[-1]
         tokens, all_heads, dim = by_head.shape
         whole = _is_plain(by_head) and by_head.stride()[1:] == (dim, 1)
-        if not (layer.by_head and whole):
+        whole = whole and all_heads > 2 * how.kv_heads
+        if not (layer.by_head and whole and norms_fit(how, dim)):
             return super().qkv_write(run, place, by_head, cos_sin, how)
         heads = all_heads - 2 * how.kv_heads
         if layer.heads is None or layer.how is not how:
@@ -179,7 +185,7 @@ class NativeOps(TorchOps):
         if _is_matrix(x) and len(x) <= rows_at_most(parts.qkv, parts.out):
             view = run.step.view(place.pool.name, place.layer)
             call = layer.of_parts(view, parts, run.step.page_tokens)
-        if call is None:
+        if call is None or x.shape[1] != call.qkv.inputs:
             return super().self_attention(run, place, x, parts, cos_sin)
         out = x.new_empty(len(x), call.out.outputs)
         step = _step_tables(run, place.anchor, cos_sin)
@@ -416,6 +422,8 @@ def _fits(queries: Tensor, *fresh: Tensor) -> bool:
     if queries.numel() == 0:
         return False
     for each in fresh:
+        if each.dim() == 3 and queries.shape[1] % each.shape[1]:
+            return False
         inner = (each.shape[2], 1) if each.dim() == 3 else (1,)
         if each.dtype not in TYPES or each.stride()[1:] != inner:
             return False

@@ -205,17 +205,17 @@ class Layer:
     def __init__(self, native: NativeOps, form: str, stored: DType) -> None:
         sizes = {"qkv": 10 * self.DIM, "gate_up": 2 * 160}
         self.qkv, self.gate_up = (
-            self._linear(native, form, rows, self.WIDTH) for rows in sizes.values()
+            self.linear(native, form, rows, self.WIDTH) for rows in sizes.values()
         )
         self.out, self.down = (
-            self._linear(native, form, self.WIDTH, inputs) for inputs in (6 * self.DIM, 160)
+            self.linear(native, form, self.WIDTH, inputs) for inputs in (6 * self.DIM, 160)
         )
         self.pool = PoolSpec("kv", (0,), by_head(2, self.DIM, stored), reuse=Reuse(18))
         norm = Norm(torch.rand(self.DIM), 1e-5)
         how = AttentionParams(0.2, window=19, sinks=torch.randn(6), cap=3.0)
         self.parts = AttentionParts(self.qkv, self.out, QKVParams(2, norm, norm, 1.1), how)
 
-    def _linear(self, native: NativeOps, form: str, rows: int, inputs: int) -> Linear:
+    def linear(self, native: NativeOps, form: str, rows: int, inputs: int) -> Linear:
         weight, bias = torch.randn(rows, inputs) * 0.2, torch.randn(rows)
         halves = PackedWeight.of_halves(weight.bfloat16())
         assert halves is not None
@@ -240,6 +240,30 @@ def test_parts_of_a_layer_in_one_call(form: str, stored: DType, native: NativeOp
             made.append((attended, mlp, *run.step.view("kv", 0).values()))
         for found, wanted in zip(made[1], made[0], strict=True):
             assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize("form", ["fp32", "packed"])
+@pytest.mark.parametrize("name", ["qkv", "out", "gate_up", "down"])
+def test_weights_of_other_shapes_are_refused(name: str, form: str, native: NativeOps) -> None:
+    """Of a checkpoint that its config does not describe: an error, and no memory is overrun."""
+    layer = Layer(native, form, DType.FP32)
+    outputs, inputs = len(getattr(layer, name).held), layer.WIDTH
+    if name in ("out", "down"):
+        inputs = 2 * layer.DIM
+    setattr(layer, name, layer.linear(native, form, outputs // 2, inputs))
+    parts = replace(layer.parts, qkv=layer.qkv, out=layer.out)
+    run = forward_pass(layer.pool, STEPS[0])
+    x, cos_sin = torch.randn(len(run.positions), layer.WIDTH), torch.randn(1, 2, 9)
+    place, rows = Place(layer.pool, 0), cos_sin.repeat(len(x), 1, 1)
+
+    def attend() -> None:
+        native.self_attention(run, place, x, parts, rows)
+
+    def mlp() -> None:
+        native.gated_mlp(x, layer.gate_up, layer.down, swish)
+
+    with pytest.raises(RuntimeError):
+        (attend if name in ("qkv", "out") else mlp)()
 
 
 @pytest.mark.parametrize("rows", [1, 3, 8, 11, 17, 64, MOST_ROWS, MOST_ROWS + 1])
