@@ -46,10 +46,15 @@ def hash_keys(namespace: Namespace, first: bool) -> tuple[tuple[str, ...], ...] 
         return None
     keys: list[tuple[str, ...]] = []
     if namespace.adapter:
-        keys.append(("lora", namespace.adapter, ""))
+        keys.append(("lora", _copy(namespace.adapter), ""))
     if namespace.cache_salt and first:
-        keys.append(("cache_salt", namespace.cache_salt))
+        keys.append(("cache_salt", _copy(namespace.cache_salt)))
     return tuple(keys) or None
+
+
+def _copy(name: str) -> str:
+    """Pickle writes one object that comes twice as a reference: an adapter may be named "lora"."""
+    return name.encode("utf-8", "surrogatepass").decode("utf-8", "surrogatepass")
 
 
 def extra_keys(namespace: Namespace, first: bool) -> tuple[str, ...] | None:

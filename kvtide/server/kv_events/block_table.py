@@ -169,7 +169,7 @@ class BlockTable:
         """Follow the index by one change; all must come, in order.
 
         Until the table is whole, a change may be of pages behind one that is not here yet, or
-        repeat what is here (`index.tree.tree_reading`).
+        repeat what is here (`TreeReading`).
         """
         cell, slots = self._cells[change.cell], self._slots[change.cell]
         numbers = memoryview(change.slots).cast("i").tolist()

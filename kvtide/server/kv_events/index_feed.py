@@ -5,8 +5,8 @@
 The engine's thread appends a tuple per event and never waits. If the queue overflows, what follows
 is passed on only behind the beginning of a new reading of the index. The reading goes on in slices
 of half a millisecond between steps, and its slices are queued among the events. So the process gets
-every change from a beginning on, or a new beginning (`index.tree.tree_reading` says what it does
-until the reading is complete).
+every change from a beginning on, or a new beginning (`TreeReading` says what it does until the
+reading is complete).
 """
 
 from __future__ import annotations

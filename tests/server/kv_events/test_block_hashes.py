@@ -52,6 +52,17 @@ def test_hashes_are_those_of_vllm(namespace: Namespace) -> None:
     assert (published(hashes, one), published(hashes, two)) == (first, second)
 
 
+@pytest.mark.parametrize("name", ["lora", "cache_salt", "same"])
+def test_hashes_do_not_depend_on_which_objects_have_the_names(name: str) -> None:
+    parted = [name[:2] + name[2:] for _ in range(2)]
+    assert parted[0] is not parted[1]
+    found = {
+        VllmHashes().of(b"", None, FIRST, namespace)
+        for namespace in (Namespace(name, name), Namespace(*parted))
+    }
+    assert len(found) == 1
+
+
 def test_the_largest_token_ids_are_hashed_as_vllm_does() -> None:
     digest = VllmHashes().of(b"", None, LARGEST_IDS, Namespace())
     assert published(VllmHashes(), digest) == 15231668173138491958

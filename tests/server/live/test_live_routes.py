@@ -19,6 +19,9 @@ from tests.server.live.watching import frame, frames, hybrid, until
 from tests.server.serving import PAGE, InProcess
 from tests.server.talking import Client
 
+SHAPE_MARKS = 1
+"""A store has an object by which a shape of ranks is known."""
+
 
 def test_the_page_is_one_file_that_asks_no_other_server(client: Client) -> None:
     reply = client.get("/")
@@ -221,7 +224,7 @@ def test_storage_and_its_flows_are_seen(watched: Any, monkeypatch: pytest.Monkey
     assert seen["ttft"]["origins"]["storage"]["samples"] == 1
     assert seen["saved"]["tokens"] == 6 * PAGE
     assert seen["saved"]["loading_s"] > 0
-    frame(server, lambda seen: seen["store"].get("objects") == 6)
+    frame(server, lambda seen: seen["store"].get("objects") == 6 + SHAPE_MARKS)
 
 
 def test_viewers_get_the_same_frames_and_a_snapshot_is_taken_once(
