@@ -65,7 +65,7 @@ WORDS_WE_DO_NOT_WRITE = re.compile(
     r"(^|_)(manager|helper|helpers|info|util|utils|v2)(_|$)|^_?maybe_", re.IGNORECASE
 )
 NOT_COMPONENTS = re.compile(r"\b(some|no|every)body\b|\b(whoever|told|said)\b", re.IGNORECASE)
-TEXTS_FOR_MODELS = {"kvtide/bench/speculate.py"}
+TEXTS_FOR_MODELS = {"kvtide/bench/drafts/speculate.py"}
 NAMED_BY_OTHERS = {
     *("batch_exists_v2", "batch_get_v2", "batch_set_v2", "register_mem_host_pool_v2"),
 }

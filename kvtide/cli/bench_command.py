@@ -7,7 +7,8 @@ import json
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from kvtide.bench import draft_cost, hitrate, index_cost, step_cost
+from kvtide.bench import hitrate, index_cost, step_cost
+from kvtide.bench.drafts import draft_cost
 from kvtide.cli.bench import (
     bench_codec,
     bench_gpu,

@@ -17,6 +17,7 @@ Families: `bamba`, `deepseek`, `deepseek_dsa`, `deepseek_v4`, `falcon_h1`, `gemm
 `outlined_weights`    shapes, dtypes and forms alone, to build a model that has no bytes
 `tokenizer`           text to tokens and back; `token_bytes` of each token
 `chat`                chat templates: `chat_templates`, `tool_templates`, `developer_role`
+`spoken_tools`        tools, calls and results in words, for templates that know none
 `default_model`       the model to try things with
 `model_errors`        what cannot be read or used
 """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from kvtide.bench.speculate import CHAT, QUESTIONS
+from kvtide.bench.drafts.speculate import CHAT, QUESTIONS
 
 PROMPTS = Path(__file__).resolve().parents[2] / "examples" / "draft_prompts"
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from kvtide.bench import speculate
 from kvtide.bench.contestants import Full, Handle, Timings
+from kvtide.bench.drafts import speculate
 from kvtide.cli.main import main
 from kvtide.engine.speculation.draft_length import verify_cost
 from kvtide.tiers import Layout

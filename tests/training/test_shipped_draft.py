@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvtide.bench import restored_drafts
-from kvtide.bench.speculate import CHAT, ModelBed
+from kvtide.bench.drafts import restored_drafts
+from kvtide.bench.drafts.speculate import CHAT, ModelBed
 from kvtide.models import build, default_model
 from kvtide.models.checkpoint import Checkpoint, open_checkpoint
 from kvtide.models.draft_checkpoint import open_draft

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from kvtide.bench.speculate import ModelBed
+from kvtide.bench.drafts.speculate import ModelBed
 from kvtide.cache import CacheConfig, FetchPatience, TieredCache, Tokens
 from kvtide.engine import Engine, Request, RequestParams
 from kvtide.engine.speculation.accept_length_stats import PrefixOrigin

@@ -21,7 +21,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from kvtide.bench import restored_drafts, speculate
+from kvtide.bench.drafts import restored_drafts, speculate
+from kvtide.bench.drafts.restored_drafts import RestoredLength
 from kvtide.bench.gpu.draft_rounds import (
     ChosenResult,
     Note,
@@ -36,7 +37,6 @@ from kvtide.bench.gpu.drafted_shapes import (
     deepseek_v4_flash_mtp,
     qwen3_8b_eagle3,
 )
-from kvtide.bench.restored_drafts import RestoredLength
 from kvtide.cli.console import CommandError, progress, table
 from kvtide.engine.engine import DRAFT_TOKENS
 from kvtide.engine.speculation.draft_length import TRIAL_TOKENS
