@@ -114,7 +114,7 @@ class Reply:
     drafts: DraftCounts | None = None
 
 
-Ask = Callable[[Turn], Awaitable[Reply]]
+AskTurn = Callable[[Turn], Awaitable[Reply]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +163,10 @@ class Held:
 
 
 async def measure(
-    load: Load, rounds: int, ask: Ask, on_event: Callable[[StreamEvent], None] = lambda event: None
+    load: Load,
+    rounds: int,
+    ask: AskTurn,
+    on_event: Callable[[StreamEvent], None] = lambda event: None,
 ) -> list[Held]:
     """Both phases in every round, after a warm-up of one turn. `on_event` is called per answer."""
     short = replace(load, users=load.at_once, turns=1)
@@ -177,7 +180,7 @@ async def measure(
 
 
 async def _hold(
-    load: Load, phase: Phase, round_: int, ask: Ask, on_event: Callable[[StreamEvent], None]
+    load: Load, phase: Phase, round_: int, ask: AskTurn, on_event: Callable[[StreamEvent], None]
 ) -> Held:
     """All conversations of a round; the first problem ends them all."""
     slots = asyncio.Semaphore(load.at_once)

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtide.bench.contestants import Full, Timings
-from kvtide.bench.index_cost import Progress
+from kvtide.bench.index_cost import ShowProgress
 from kvtide.index import POLICIES
 from kvtide.planner.traces import Trace, footprint_tokens, prefix_keys
 
@@ -55,7 +55,11 @@ class Comparison:
 
 
 def compare(
-    trace: Trace, policies: Sequence[str], fractions: Sequence[float], page: int, progress: Progress
+    trace: Trace,
+    policies: Sequence[str],
+    fractions: Sequence[float],
+    page: int,
+    progress: ShowProgress,
 ) -> Comparison:
     """Every policy at every capacity (a fraction of the footprint), through the real index."""
     for name in policies:
@@ -78,7 +82,7 @@ def compare(
 
 
 def _replayed(
-    trace: Trace, policy: str, capacity: int, page: int, label: str, progress: Progress
+    trace: Trace, policy: str, capacity: int, page: int, label: str, progress: ShowProgress
 ) -> float:
     contestant = Full(capacity, page, eviction=policy)
     timings: Timings = defaultdict(list)

@@ -38,7 +38,7 @@ CONTESTANTS: dict[str, type[Any]] = {
     "deepseek-v4-learned": DeepSeekV4Learned,
 }
 
-Progress = Callable[[Iterable[Any], int, str], Iterable[Any]]
+ShowProgress = Callable[[Iterable[Any], int, str], Iterable[Any]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +82,7 @@ def compare(
     capacity_tokens: int,
     page_tokens: int,
     repetitions: int,
-    progress: Progress,
+    progress: ShowProgress,
 ) -> list[Measurement]:
     """Replay the trace over every contestant, and put them beside the first one."""
     runs: dict[str, list[_Run]] = {name: [] for name in names}
@@ -173,7 +173,7 @@ class Growth:
         return asdict(self)
 
 
-def growth(cached_pages: int, page_tokens: int, requests: int, progress: Progress) -> Growth:
+def growth(cached_pages: int, page_tokens: int, requests: int, progress: ShowProgress) -> Growth:
     """Fill an index to the brim, then measure requests that hit, miss and evict in turn."""
     prompt_tokens = 64 * page_tokens
     made = Full(cached_pages * page_tokens, page_tokens)

@@ -31,7 +31,7 @@ from kvtide.transfer.shapes.shape_marks import REFRESH_S
 from kvtide.transfer.storage_requests import SoughtPage, StoredPage
 from kvtide.transfer.store_link import StoreLink
 
-Progress = Callable[[Iterable[Any], int, str], Iterable[Any]]
+ShowProgress = Callable[[Iterable[Any], int, str], Iterable[Any]]
 
 BATCH_BYTES = 64 << 20
 """The size of a call, unless one object is larger."""
@@ -152,7 +152,11 @@ def cases(models: Sequence[str], total_bytes: int) -> list[StoreCase]:
 
 
 def measure(
-    case: StoreCase, drivers: Sequence[Driver], blocks: MemoryBlocks, turns: int, progress: Progress
+    case: StoreCase,
+    drivers: Sequence[Driver],
+    blocks: MemoryBlocks,
+    turns: int,
+    progress: ShowProgress,
 ) -> list[StoreMeasurement]:
     """Both ways, the first driver beside the others."""
     sources, targets = blocks.cut(blocks.source, case), blocks.cut(blocks.target, case)
@@ -308,7 +312,7 @@ class _ShapeLinks:
 
 
 def shape_costs(
-    store: Store, space: bytes, model: str, max_bytes: int, turns: int, progress: Progress
+    store: Store, space: bytes, model: str, max_bytes: int, turns: int, progress: ShowProgress
 ) -> list[ShapeCost]:
     """Of a prompt that is stored, of one whose second half is not, and of one that is not."""
     links = _ShapeLinks(store, space, model, max_bytes)
@@ -379,7 +383,7 @@ def existence_ms(store: Store, turns: int) -> float:
     return statistics.median(took)
 
 
-def fill(store: Store, objects: int, progress: Progress) -> None:
+def fill(store: Store, objects: int, progress: ShowProgress) -> None:
     """Write `objects` small objects, for a measurement of opening the store."""
     sources = [memoryview(bytearray(SMALL_BYTES))] * OPENING_BATCH
     starts = range(0, objects, OPENING_BATCH)

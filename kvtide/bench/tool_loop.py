@@ -102,14 +102,14 @@ class TurnPair:
     off: CallReply
 
 
-Ask = Callable[[AgentTurn], Awaitable[CallReply]]
+AskModel = Callable[[AgentTurn], Awaitable[CallReply]]
 
 
 class NoCallError(Exception):
     """An answer without a whole tool call."""
 
 
-async def session(load: AgentLoad, ask: Ask, on_turn: Callable[[], object]) -> list[TurnPair]:
+async def session(load: AgentLoad, ask: AskModel, on_turn: Callable[[], object]) -> list[TurnPair]:
     rng = random.Random(load.seed)
     messages: list[Json] = [
         {"role": "system", "content": "You repair code. " + _words(rng, load.system_words)},

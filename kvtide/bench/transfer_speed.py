@@ -30,7 +30,7 @@ from kvtide.transfer.copy_jobs import Copier
 from kvtide.transfer.host_pages import tails
 from kvtide.transfer.strided import Way
 
-Progress = Callable[[Iterable[Any], int, str], Iterable[Any]]
+ShowProgress = Callable[[Iterable[Any], int, str], Iterable[Any]]
 
 TIMEOUT_S = 60.0
 SPREAD = 2
@@ -183,7 +183,7 @@ def measure(
     cases: list[TransferCase],
     link: Link,
     repetitions: int,
-    progress: Progress,
+    progress: ShowProgress,
     device_layout: Layout = Layout.PAGE_FIRST_DIRECT,
 ) -> list[TransferMeasurement]:
     """Every case, both ways."""

@@ -38,7 +38,7 @@ from kvtide.cache.supplements.supplements import Supplements
 from kvtide.cache.write_policies import POLICIES
 from kvtide.index import DEFAULT_NAMESPACE, Arrival, Index, Namespace, Placement, Prompt, Stop
 from kvtide.index import IndexLease as IndexLease
-from kvtide.index.keys import MAX_TOKEN, Tokens
+from kvtide.index.keys import MAX_TOKEN, TokenSequence
 from kvtide.spec import ALL, ModelMemory, PageMove, Slots, Tier
 from kvtide.transfer.strided import Way
 from kvtide.transfer.transfers import Transfers, TransferState
@@ -96,11 +96,11 @@ class TieredCache:
 
     # -- finding ----------------------------------------------------------------------------
 
-    def prompt(self, tokens: Tokens, namespace: Namespace = DEFAULT_NAMESPACE) -> Prompt:
+    def prompt(self, tokens: TokenSequence, namespace: Namespace = DEFAULT_NAMESPACE) -> Prompt:
         """A request's tokens in the form the cache works with; made once per request."""
         return self.index.prompt(tokens, namespace)
 
-    def scratch(self, tokens: Tokens) -> Prompt:
+    def scratch(self, tokens: TokenSequence) -> Prompt:
         """A prompt that finds nothing and that no match finds: for computing without the cache.
 
         Reserve, commit and release it like any other. Each lease has pages of its own, no write

@@ -30,7 +30,7 @@ class CacheParts:
     receiving: Receiving
 
 
-Check = Callable[[CacheParts], Iterator[str]]
+CacheCheck = Callable[[CacheParts], Iterator[str]]
 
 
 def violations(parts: CacheParts) -> list[str]:
@@ -163,7 +163,7 @@ def _fetches(parts: CacheParts) -> Iterator[Fetch | AbandonedRead]:
         yield from one.fetches.leaving
 
 
-CHECKS: tuple[Check, ...] = (
+CHECKS: tuple[CacheCheck, ...] = (
     every_arrival_has_one_transfer,
     transfers_in_flight_hold_something,
     leases_are_those_of_the_index,

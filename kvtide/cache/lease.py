@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from kvtide.index import Arrival, Hit, Prompt, Stop
 from kvtide.index import IndexLease as IndexLease
-from kvtide.index.keys import Tokens
+from kvtide.index.keys import TokenSequence
 from kvtide.spec import Tier
 from kvtide.transfer.lane import TransferError
 from kvtide.transfer.transfers import Transfer, TransferState
@@ -105,7 +105,7 @@ class Lease:
     def failed(self) -> bool:
         return self.error is not None
 
-    def append(self, tokens: Tokens) -> None:
+    def append(self, tokens: TokenSequence) -> None:
         """The engine sampled these tokens."""
         self._index_lease.prompt.extend(tokens)
 

@@ -29,7 +29,7 @@ from kvtide.training.draft_training import (
 )
 from kvtide.training.eagle3_training import TrainingPlan
 from kvtide.training.evaluation import Evaluated, evaluate_draft, open_trained
-from kvtide.training.generate import AnswerFile, AnswerPlan, Report, generate
+from kvtide.training.generate import AnswerFile, AnswerPlan, ShowLine, generate
 from kvtide.training.held_out import HeldOutPlan
 from kvtide.training.prompts import TrainingError, read_prompts
 from kvtide.training.time_budget import TimeBudget
@@ -251,7 +251,7 @@ def _expected(rows: Sequence[Evaluated]) -> str:
     return table(["text", "sampled by", "first draft accepted", "tokens per step"], cells)
 
 
-def _reporter(budget: TimeBudget) -> Report:
+def _reporter(budget: TimeBudget) -> ShowLine:
     def report(line: str) -> None:
         print(f"[{budget.seconds:6.1f} s] {line}", flush=True)
 

@@ -11,7 +11,7 @@
 `index_invariants`  what always holds
 """
 
-from kvtide.index.events import Event, EventKind, Listener
+from kvtide.index.events import Event, EventKind, EventListener
 from kvtide.index.evict.policies import DEFAULT_POLICY, POLICIES
 from kvtide.index.index import Index
 from kvtide.index.keys import DEFAULT_NAMESPACE, Namespace, Prompt
@@ -43,6 +43,7 @@ __all__ = [
     "Departure",
     "Event",
     "EventKind",
+    "EventListener",
     "EveryPages",
     "Hit",
     "Import",
@@ -50,7 +51,6 @@ __all__ = [
     "IndexLease",
     "LackingPage",
     "LastPage",
-    "Listener",
     "Namespace",
     "Outline",
     "Placement",

@@ -94,7 +94,7 @@ class Event(NamedTuple):
 
 EventFields = tuple[Any, ...]
 """An event as a plain tuple, which costs half as much to make: `Event(*fields)` names its parts."""
-Listener = Callable[[Event], None]
+EventListener = Callable[[Event], None]
 FieldsListener = Callable[[EventFields], None]
 
 

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtide.index import index_invariants
-from kvtide.index.events import Event, FieldsListener, Listener
+from kvtide.index.events import Event, EventListener, FieldsListener
 from kvtide.index.evict.allocation import Allocator
 from kvtide.index.evict.policies import DEFAULT_POLICY
 from kvtide.index.keys import (
@@ -29,7 +29,7 @@ from kvtide.index.keys import (
     Namespace,
     PageKey,
     Prompt,
-    Tokens,
+    TokenSequence,
     page_keys,
 )
 from kvtide.index.leases.arrivals import Arrivals
@@ -90,11 +90,11 @@ class Index:
 
     # -- finding ----------------------------------------------------------------------------
 
-    def prompt(self, tokens: Tokens, namespace: Namespace = DEFAULT_NAMESPACE) -> Prompt:
+    def prompt(self, tokens: TokenSequence, namespace: Namespace = DEFAULT_NAMESPACE) -> Prompt:
         """A request's tokens in the form the index works with; made once per request."""
         return Prompt(tokens, namespace, self.memory.holdback)
 
-    def scratch(self, tokens: Tokens) -> Prompt:
+    def scratch(self, tokens: TokenSequence) -> Prompt:
         """A prompt that finds nothing and that no match finds: for computing without the cache.
 
         It is leased like any other. Each lease has pages of its own, none of them is copied down,
@@ -345,7 +345,7 @@ class Index:
 
     # -- looking ----------------------------------------------------------------------------
 
-    def subscribe(self, listener: Listener) -> None:
+    def subscribe(self, listener: EventListener) -> None:
         """Call the listener for every page that becomes readable in a tier, or is removed."""
         self.subscribe_fields(lambda fields: listener(Event(*fields)))
 

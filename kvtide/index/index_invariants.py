@@ -240,9 +240,9 @@ def only_pages_that_are_there_were_given_to_a_store(tree: Tree) -> Iterator[str]
             yield f"{_name(node)}: departed from cells {gone:b} (bits), and not resident there"
 
 
-Check = Callable[[Tree], Iterator[str]]
+IndexCheck = Callable[[Tree], Iterator[str]]
 
-CHECKS: tuple[Check, ...] = (
+CHECKS: tuple[IndexCheck, ...] = (
     tree_is_linked_both_ways,
     nodes_live_while_held,
     cells_have_slots_iff_resident,

@@ -26,7 +26,7 @@ MAX_TOKEN = 2**31 - 1
 BEGINNING_BYTES = 1024
 """How much of a prompt a quick comparison of two prompts looks at."""
 
-Tokens = npt.NDArray[np.integer] | Sequence[int] | bytes
+TokenSequence = npt.NDArray[np.integer] | Sequence[int] | bytes
 
 
 class Namespace(NamedTuple):
@@ -72,7 +72,7 @@ class Hidden(NamedTuple):
 SCRATCH = Hidden()
 
 
-def pack(tokens: Tokens) -> bytes:
+def pack(tokens: TokenSequence) -> bytes:
     """Token ids as little-endian int32 bytes, the form in which they are kept and compared."""
     if isinstance(tokens, bytes):
         assert len(tokens) % TOKEN_BYTES == 0, "packed tokens are 4 bytes each"
@@ -116,7 +116,7 @@ class Prompt:
         "tokens",
     )
 
-    def __init__(self, tokens: Tokens, namespace: Namespace | Hidden, holdback: int) -> None:
+    def __init__(self, tokens: TokenSequence, namespace: Namespace | Hidden, holdback: int) -> None:
         packed = pack(tokens)
         cut = holdback * TOKEN_BYTES
         self.namespace = namespace
@@ -128,7 +128,7 @@ class Prompt:
         self.fetched = range(0)
         self.checkpoints: tuple[int, ...] = ()
 
-    def extend(self, tokens: Tokens) -> None:
+    def extend(self, tokens: TokenSequence) -> None:
         """Append generated tokens."""
         packed = pack(tokens)
         missing = self.holdback * TOKEN_BYTES - len(self.head)

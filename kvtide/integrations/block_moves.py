@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 
 from kvtide.integrations.block_plan import Move
-from kvtide.integrations.page_objects import PageObjects, PagePool, Runs
+from kvtide.integrations.page_objects import MemoryRuns, PageObjects, PagePool
 from kvtide.integrations.page_tasks import Page, PageTasks, Wakening, Work
 
 T = TypeVar("T")
@@ -48,7 +48,7 @@ class BlockMemory:
                 self.page_bytes += region.block_bytes
                 self._regions.append(region)
 
-    def runs(self, block: int) -> Runs:
+    def runs(self, block: int) -> MemoryRuns:
         return [run for region in self._regions for run in region.runs(block)]
 
 
@@ -72,7 +72,7 @@ class _Region:
                 assert stride >= self._length, "dimensions that overlap"
                 self._starts = [at + n * stride for n in range(count) for at in self._starts]
 
-    def runs(self, block: int) -> Runs:
+    def runs(self, block: int) -> MemoryRuns:
         ahead = block * self._stride
         return [self._memory[ahead + at : ahead + at + self._length].data for at in self._starts]
 

@@ -35,7 +35,7 @@ from kvtide.integrations.cache_parts import (
 )
 from kvtide.spec import ModelMemory
 
-Slots = npt.NDArray[Any]
+SlotArray = npt.NDArray[Any]
 View = Callable[[str, int], Mapping[str, torch.Tensor]]
 """A layer's rows of a pool by field, as `TieredCache.view`."""
 
@@ -89,7 +89,7 @@ class CacheLayers:
                 layer.crop(0)
 
     def save(
-        self, cache: Any, view: View, tables: Mapping[str, Slots], start: int, end: int
+        self, cache: Any, view: View, tables: Mapping[str, SlotArray], start: int, end: int
     ) -> None:
         """Copy the pages of tokens [start, end), where `tables` have a slot for them.
 
@@ -109,7 +109,7 @@ class CacheLayers:
                     into, at = rows[field], entries.device
                     into[slots[kept].to(at)] = entries[(kept - kept[0]).to(at)]
 
-    def restore(self, cache: Any, view: View, tables: Mapping[str, Slots], tokens: int) -> None:
+    def restore(self, cache: Any, view: View, tables: Mapping[str, SlotArray], tokens: int) -> None:
         """Fill an empty cache with the first `tokens` tokens."""
         page = self.memory.page_tokens
         assert tokens % page == 0

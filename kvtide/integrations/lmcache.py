@@ -36,7 +36,7 @@ from kvtide.integrations.engine_settings import (  # noqa: E402
     require_store,
     weights_of,
 )
-from kvtide.integrations.page_objects import PageObjects, PagePool, Runs, space_of  # noqa: E402
+from kvtide.integrations.page_objects import MemoryRuns, PageObjects, PagePool, space_of  # noqa: E402
 from kvtide.integrations.page_tasks import Page, PageTasks  # noqa: E402
 from kvtide.storage import StoreError  # noqa: E402
 
@@ -166,7 +166,7 @@ class KvtideL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         return pages
 
     def _page(
-        self, key: ObjectKey, shapes: Sequence[Any], dtypes: Sequence[Any], runs: Runs = ()
+        self, key: ObjectKey, shapes: Sequence[Any], dtypes: Sequence[Any], runs: MemoryRuns = ()
     ) -> Page:
         """A chunk, with the format that look-ups, loads and stores all describe."""
         layout = {"shapes": [[*shape] for shape in shapes], "dtypes": [str(one) for one in dtypes]}

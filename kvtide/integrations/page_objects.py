@@ -41,7 +41,7 @@ from kvtide.storage.url import StoreURL
 from kvtide.transfer.breaker import Breaker
 
 T = TypeVar("T")
-Runs = Sequence[memoryview]
+MemoryRuns = Sequence[memoryview]
 """The memory of one page, as bytes."""
 
 BATCH_BYTES = 32 << 20
@@ -116,7 +116,9 @@ class PageObjects:
         found = self._call("exists", lambda: self.store.exists(keys), 0) if keys else []
         return [False] * len(keys) if found is None else found
 
-    def read(self, pool: PagePool, pages: Sequence[bytes], memory: Sequence[Runs]) -> list[bool]:
+    def read(
+        self, pool: PagePool, pages: Sequence[bytes], memory: Sequence[MemoryRuns]
+    ) -> list[bool]:
         """Fill the memory of pages; for each, whether it is filled. Others stay as they were."""
         done: list[bool] = []
         for batch in self._batches(pool, len(pages)):
@@ -124,7 +126,9 @@ class PageObjects:
             done += self._read(pool, keys, memory[batch])
         return done
 
-    def write(self, pool: PagePool, pages: Sequence[bytes], memory: Sequence[Runs]) -> list[bool]:
+    def write(
+        self, pool: PagePool, pages: Sequence[bytes], memory: Sequence[MemoryRuns]
+    ) -> list[bool]:
         """Store pages; for each, whether it is there."""
         done: list[bool] = []
         for batch in self._batches(pool, len(pages)):
@@ -133,7 +137,7 @@ class PageObjects:
         return done
 
     def add(
-        self, pool: PagePool, pages: Sequence[bytes], memory: Sequence[Runs]
+        self, pool: PagePool, pages: Sequence[bytes], memory: Sequence[MemoryRuns]
     ) -> tuple[list[bool], list[bool]]:
         """Store those pages that are not there. For each: was it there before, is it now?"""
         before = self.exists(pool, pages)
@@ -177,7 +181,7 @@ class PageObjects:
         count = self.pages_at_once(pool)
         return (slice(at, at + count) for at in range(0, pages, count))
 
-    def _read(self, pool: PagePool, keys: list[bytes], memory: Sequence[Runs]) -> list[bool]:
+    def _read(self, pool: PagePool, keys: list[bytes], memory: Sequence[MemoryRuns]) -> list[bool]:
         staged = self._staging.parts([pool.format.bytes] * len(keys))
         lengths = self._call("read", lambda: self.store.read(keys, staged), len(keys))
         if lengths is None:
@@ -208,7 +212,7 @@ class PageObjects:
             return False
         return True
 
-    def _write(self, pool: PagePool, keys: list[bytes], memory: Sequence[Runs]) -> list[bool]:
+    def _write(self, pool: PagePool, keys: list[bytes], memory: Sequence[MemoryRuns]) -> list[bool]:
         staged = self._staging.parts([pool.format.bytes] * len(keys))
         for runs, one, key in zip(memory, staged, keys, strict=True):
             _gather(runs, one)
@@ -270,19 +274,19 @@ def leading(found: Sequence[bool]) -> int:
     return [*found, False].index(False)
 
 
-def _gather(runs: Runs, staged: memoryview) -> None:
+def _gather(runs: MemoryRuns, staged: memoryview) -> None:
     """The runs of a page, one after the other, to the beginning of an object."""
     for part, run in zip(_parts(staged, runs), runs, strict=True):
         part[:] = np.frombuffer(run, np.uint8)  # Releases the interpreter, unlike a memoryview.
 
 
-def _scatter(staged: memoryview, runs: Runs) -> None:
+def _scatter(staged: memoryview, runs: MemoryRuns) -> None:
     """An object's payload to the runs of its page."""
     for part, run in zip(_parts(staged, runs), runs, strict=True):
         np.frombuffer(run, np.uint8)[:] = part
 
 
-def _parts(staged: memoryview, runs: Runs) -> Iterator[npt.NDArray[np.uint8]]:
+def _parts(staged: memoryview, runs: MemoryRuns) -> Iterator[npt.NDArray[np.uint8]]:
     payload, at = np.frombuffer(staged, np.uint8), 0
     for run in runs:
         yield payload[at : at + len(run)]

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
-from kvtide.integrations.page_objects import PageObjects, PagePool, Runs
+from kvtide.integrations.page_objects import MemoryRuns, PageObjects, PagePool
 from kvtide.storage import StoreError
 
 MAX_WAIT_S = 60.0
@@ -32,7 +32,7 @@ class Page:
     key: Any
     name: bytes
     pool: PagePool
-    runs: Runs = ()
+    runs: MemoryRuns = ()
 
 
 Work = Callable[[PagePool, list[Page]], list[bool]]

@@ -40,9 +40,9 @@ from kvtide.integrations.engine_settings import (  # noqa: E402
     weights_of,
 )
 from kvtide.integrations.page_objects import (  # noqa: E402
+    MemoryRuns,
     PageObjects,
     PagePool,
-    Runs,
     leading,
     space_of,
 )
@@ -69,7 +69,7 @@ GIGABYTE = 1 << 30
 """As SGLang's own backends report rates."""
 
 log = logging.getLogger("kvtide")
-Transfer = Callable[[PagePool, Sequence[bytes], Sequence[Runs]], list[bool]]
+MovePages = Callable[[PagePool, Sequence[bytes], Sequence[MemoryRuns]], list[bool]]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -220,7 +220,7 @@ class KvtideStorage(HiCacheStorage):  # type: ignore[misc]
 
     def _move(
         self,
-        transfer: Transfer,
+        transfer: MovePages,
         moved: queue.SimpleQueue[_Moved],
         name: str,
         keys: Sequence[str],
@@ -257,7 +257,7 @@ class KvtideStorage(HiCacheStorage):  # type: ignore[misc]
 
     def _memory(
         self, name: str, keys: Sequence[str], indices: torch.Tensor | None
-    ) -> list[Runs] | None:
+    ) -> list[MemoryRuns] | None:
         host = self.registered_pools[name]
         expected = len(keys) * _page_tokens(host)
         if indices is None or indices.numel() != expected:
@@ -309,7 +309,7 @@ def _page_tokens(host: Any) -> int:
     return int(getattr(host, "page_size", 1) or 1)
 
 
-def _page_runs(host: Any, indices: torch.Tensor, pages: int) -> list[Runs]:
+def _page_runs(host: Any, indices: torch.Tensor, pages: int) -> list[MemoryRuns]:
     """The memory of every page, as runs of bytes: none, if an anchor has no bytes of its own."""
     meta = host.get_page_buffer_meta(indices)
     if meta is None and getattr(host, "size_per_token", None) == 0:

@@ -45,7 +45,7 @@ from kvtide.integrations.engine_settings import (  # noqa: E402
     require_store,
     weights_of,
 )
-from kvtide.integrations.page_objects import PageObjects, PagePool, Runs, space_of  # noqa: E402
+from kvtide.integrations.page_objects import MemoryRuns, PageObjects, PagePool, space_of  # noqa: E402
 
 LOADING, STORING = 4, 4
 """Threads. Loads have their own: a request waits for them."""
@@ -55,7 +55,7 @@ CHUNKS, BYTES = "vllm:kvtide_chunks_total", "vllm:kvtide_chunk_bytes_total"
 """Metrics, with the labels event and direction."""
 
 log = logging.getLogger("kvtide")
-Transfer = Callable[[PagePool, Sequence[bytes], Sequence[Runs]], list[bool]]
+MovePages = Callable[[PagePool, Sequence[bytes], Sequence[MemoryRuns]], list[bool]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,7 +217,7 @@ class KvtideTier(SecondaryTierManager):  # type: ignore[misc]
         size = len(good) * self.block_size_bytes
         return _Finished(JobResult(job.job_id, len(good) == len(keys), None, seconds, size))
 
-    def _transfer(self, call: Transfer, job: Any) -> tuple[list[bytes], dict[bytes, None], float]:
+    def _transfer(self, call: MovePages, job: Any) -> tuple[list[bytes], dict[bytes, None], float]:
         """All keys of a job, those that succeeded, in order, and how long it took."""
         began, keys, size = time.monotonic(), list(job.keys), self.block_size_bytes
         starts = [int(chunk) * size for chunk in job.chunk_ids]

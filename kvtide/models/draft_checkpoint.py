@@ -21,7 +21,7 @@ from kvtide.spec import ModelMemory
 from kvtide.spec.config import Config
 from kvtide.spec.families import KVDType, declare_eagle3
 
-Shape = tuple[int, ...]
+TensorShape = tuple[int, ...]
 
 _ANOTHER_TARGET = "use a draft that was trained for this target"
 _UNKNOWN = {
@@ -176,7 +176,10 @@ def _check_shapes(
             f"it has no embed_tokens.weight, and the embedding of {target.model} is {outer} wide, "
             f"its own hidden states {width}; use a draft with an embedding"
         )
-    shapes: dict[str, Shape] = {"fc.weight": (width, captures * outer), "norm.weight": (width,)}
+    shapes: dict[str, TensorShape] = {
+        "fc.weight": (width, captures * outer),
+        "norm.weight": (width,),
+    }
     shapes["lm_head.weight"] = (weights.shape("lm_head.weight")[0], width)
     for number in range(memory.layers):
         for name, shape in _layer_shapes(config, memory, is_first=number == 0).items():
@@ -192,12 +195,12 @@ def _check_shapes(
             )
 
 
-def _layer_shapes(config: Config, memory: ModelMemory, *, is_first: bool) -> dict[str, Shape]:
+def _layer_shapes(config: Config, memory: ModelMemory, *, is_first: bool) -> dict[str, TensorShape]:
     """Of a layer's weights: the first layer's attention takes an embedding beside a feature."""
     width, inner = config.count("hidden_size"), config.count("intermediate_size")
     kv_heads, head_dim = memory.pools[0].entry.fields[0].shape
     heads, inputs = config.count("num_attention_heads") * head_dim, width * (1 + is_first)
-    shapes: dict[str, Shape] = {
+    shapes: dict[str, TensorShape] = {
         "self_attn.q_proj": (heads, inputs),
         "self_attn.k_proj": (kv_heads * head_dim, inputs),
         "self_attn.v_proj": (kv_heads * head_dim, inputs),

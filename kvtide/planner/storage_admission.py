@@ -15,7 +15,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from dataclasses import dataclass
 
-from kvtide.planner.traces import Tokens, prefix_keys
+from kvtide.planner.traces import TokenArray, prefix_keys
 from kvtide.spec import Tier
 
 _NOWHERE: frozenset[Tier] = frozenset()
@@ -56,7 +56,7 @@ class RequestedPages:
         self._page_tokens = page_tokens
         self._keys: set[int] = set()
 
-    def add(self, prompt: Tokens) -> int:
+    def add(self, prompt: TokenArray) -> int:
         """Add a prompt's pages; how many of its first ones an earlier prompt had as well."""
         keys = prefix_keys(prompt, self._page_tokens).tolist()
         known = bisect_left(keys, True, key=lambda key: key not in self._keys)

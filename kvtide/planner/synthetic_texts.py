@@ -15,7 +15,7 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from kvtide.planner.traces import BLOCK_TOKENS, Tokens, TraceRequest, block_tokens
+from kvtide.planner.traces import BLOCK_TOKENS, TokenArray, TraceRequest, block_tokens
 
 Number = TypeVar("Number", int, float)
 
@@ -40,7 +40,7 @@ class SyntheticText:
     def shown(self, tokens: int) -> SyntheticText:
         return SyntheticText(self.first_block, tokens)
 
-    def token_ids(self) -> Tokens:
+    def token_ids(self) -> TokenArray:
         blocks = np.arange(math.ceil(self.tokens / BLOCK_TOKENS), dtype=np.int64)
         return block_tokens(self.first_block + blocks, self.tokens)
 

@@ -33,7 +33,7 @@ import numpy.typing as npt
 
 BLOCK_TOKENS = 512
 
-Tokens = npt.NDArray[np.int32]
+TokenArray = npt.NDArray[np.int32]
 
 
 class TraceError(ValueError):
@@ -45,7 +45,7 @@ class TraceRequest:
     """One prompt that arrives. The prompt is not the caller's to change."""
 
     arrival_s: float
-    prompt: Tokens
+    prompt: TokenArray
     output_tokens: int
     session: str | None = None
 
@@ -92,7 +92,7 @@ def footprint_tokens(trace: Trace, page_tokens: int) -> int:
     return len(np.unique(np.concatenate(keys))) * page_tokens if keys else 0
 
 
-def prefix_keys(prompt: Tokens, page_tokens: int) -> npt.NDArray[np.uint64]:
+def prefix_keys(prompt: TokenArray, page_tokens: int) -> npt.NDArray[np.uint64]:
     """For each whole page, a 64-bit key of all tokens up to its end.
 
     A page is a weighted sum of its tokens, stirred together with its place; a prefix is the sum
@@ -119,7 +119,7 @@ def _page_weights(page_tokens: int) -> npt.NDArray[np.uint64]:
 # -- token ids for blocks that are known by number only -------------------------------------
 
 
-def block_tokens(blocks: npt.NDArray[np.int64], count: int) -> Tokens:
+def block_tokens(blocks: npt.NDArray[np.int64], count: int) -> TokenArray:
     """The first `count` token ids of a run of 512-token blocks; ids lie in [0, 2^31).
 
     Equal numbers give equal blocks. Different numbers (below 2^31) give blocks that differ in
@@ -270,7 +270,7 @@ class _Recording(ABC):
         """Keep one more prompt; how many tokens it has."""
 
     @abstractmethod
-    def _prompt(self, number: int) -> Tokens: ...
+    def _prompt(self, number: int) -> TokenArray: ...
 
     @abstractmethod
     def _arrival_s(self, fields: Mapping[str, Any]) -> float: ...
@@ -301,7 +301,7 @@ class _BlockRecording(_Recording):
         self._blocks.append(np.array(blocks, dtype=np.int32))
         return length
 
-    def _prompt(self, number: int) -> Tokens:
+    def _prompt(self, number: int) -> TokenArray:
         blocks = self._blocks[number].astype(np.int64)
         return block_tokens(blocks, self._prompt_tokens[number])
 
@@ -317,7 +317,7 @@ class _TokenRecording(_Recording):
 
     def __init__(self) -> None:
         super().__init__()
-        self._prompts: list[Tokens] = []
+        self._prompts: list[TokenArray] = []
 
     def _keep_prompt(self, fields: Mapping[str, Any]) -> int:
         name = "tokens" if "tokens" in fields else "prompt_token_ids"
@@ -332,7 +332,7 @@ class _TokenRecording(_Recording):
         self._prompts.append(prompt)
         return len(prompt)
 
-    def _prompt(self, number: int) -> Tokens:
+    def _prompt(self, number: int) -> TokenArray:
         return self._prompts[number]
 
     def _arrival_s(self, fields: Mapping[str, Any]) -> float:

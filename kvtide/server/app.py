@@ -50,9 +50,9 @@ from kvtide.server.kv_events.publisher import Publisher
 from kvtide.server.live.live_routes import LiveRoutes
 from kvtide.server.metrics import Metrics
 from kvtide.server.request_parsing import (
-    Fields,
     ModelNotFoundError,
     ParsedRequest,
+    RequestFields,
     RequestParser,
     read_json,
 )
@@ -178,7 +178,7 @@ class App:
     async def generate(
         self,
         request: web.Request,
-        parse: Callable[[Fields], ParsedRequest],
+        parse: Callable[[RequestFields], ParsedRequest],
         formatter: FormatterFactory = ResponseFormatter,
     ) -> web.StreamResponse:
         """The response to a request, whose body `parse` reads and whose shape `formatter` has."""

@@ -105,7 +105,7 @@ class RequestParser:
         self._name = name
         self._seeded = seeded
 
-    def completion(self, body: Fields) -> ParsedRequest:
+    def completion(self, body: RequestFields) -> ParsedRequest:
         """The body of `/v1/completions`."""
         self.check_model(body)
         refuse(body.values, COMPLETION)
@@ -118,7 +118,7 @@ class RequestParser:
         requests = [replace(scored, tokens=tuple(prompt)) for prompt in prompts]
         return self._parsed(body, requests, chat=False, echo=echo, logprobs=logprobs)
 
-    def chat_completion(self, body: Fields) -> ParsedRequest:
+    def chat_completion(self, body: RequestFields) -> ParsedRequest:
         """The body of `/v1/chat/completions`: a chat with OpenAI's limit of names."""
         parsed = self.chat(body)
         for tool in parsed.tools.tools:
@@ -130,7 +130,7 @@ class RequestParser:
                 )
         return parsed
 
-    def chat(self, body: Fields, default_tokens: int = DEFAULT_CHAT_TOKENS) -> ParsedRequest:
+    def chat(self, body: RequestFields, default_tokens: int = DEFAULT_CHAT_TOKENS) -> ParsedRequest:
         """A chat of any API; without a limit it gets so many tokens."""
         tools, text = self._rendered(body)
         prompt = self._encoded(text)
@@ -154,12 +154,12 @@ class RequestParser:
         new_parser = self._formats.parser_factory(tools, text, formed=formed)
         return self._parsed(body, [params], **form, new_parser=new_parser)
 
-    def chat_tokens(self, body: Fields) -> list[int]:
+    def chat_tokens(self, body: RequestFields) -> list[int]:
         """The prompt of a chat's body, however long it is."""
         _, text = self._rendered(body)
         return self._encoded(text)
 
-    def _rendered(self, body: Fields) -> tuple[ToolRequest, str]:
+    def _rendered(self, body: RequestFields) -> tuple[ToolRequest, str]:
         """The tools of a chat's body, and its prompt as text."""
         self.check_model(body)
         refuse(body.values, CHAT)
@@ -184,13 +184,15 @@ class RequestParser:
         assert self._tokenizer is not None
         return self._tokenizer.encode(text, add_special=False)
 
-    def check_model(self, body: Fields) -> None:
+    def check_model(self, body: RequestFields) -> None:
         """A body may name the served model only."""
         model = body.text("model", self._name)
         if model != self._name:
             raise ModelNotFoundError(f"there is no model '{model}' here; use '{self._name}'")
 
-    def _common(self, body: Fields, max_tokens: int | None, logprobs: int | None) -> RequestParams:
+    def _common(
+        self, body: RequestFields, max_tokens: int | None, logprobs: int | None
+    ) -> RequestParams:
         """All but the tokens."""
         assert max_tokens is not None
         stop_ids = frozenset[int]()
@@ -213,7 +215,7 @@ class RequestParser:
             grammar=compiled_format(body.values, self._engine.grammars),
         )
 
-    def _sampling(self, body: Fields, logprobs: int) -> SamplingParams:
+    def _sampling(self, body: RequestFields, logprobs: int) -> SamplingParams:
         default_seed = 0 if self._seeded else secrets.randbits(62)
         seed = body.integer("seed", default_seed, -(2**63), 2**63)
         return SamplingParams(
@@ -229,7 +231,9 @@ class RequestParser:
             logit_bias=logit_bias(body.values),
         )
 
-    def _parsed(self, body: Fields, prompts: Sequence[RequestParams], **form: Any) -> ParsedRequest:
+    def _parsed(
+        self, body: RequestFields, prompts: Sequence[RequestParams], **form: Any
+    ) -> ParsedRequest:
         """Check every prompt once, and give each of its choices a seed of its own."""
         checked = [self._engine.check(params) for params in prompts]
         n = body.integer("n", 1, 1, MAX_CHOICES) or 1
@@ -277,7 +281,7 @@ def _handed(
 # -- prompts ----------------------------------------------------------------------------------
 
 
-def _prompts(body: Fields, tokenizer: Tokenizer | None) -> list[list[int]]:
+def _prompts(body: RequestFields, tokenizer: Tokenizer | None) -> list[list[int]]:
     """A text, token ids, or a list of either."""
     given, add_special = body.get("prompt"), body.flag("add_special_tokens", default=True)
     if isinstance(given, str) or (isinstance(given, list) and type(next(iter(given), None)) is int):
@@ -312,7 +316,7 @@ def _tokens(prompt: object, tokenizer: Tokenizer | None, *, add_special: bool) -
     )
 
 
-def _conversation(body: Fields, tools: ToolRequest, rules: StableRules) -> Conversation:
+def _conversation(body: RequestFields, tools: ToolRequest, rules: StableRules) -> Conversation:
     named = {name: body.text(name, "") for name in TEMPLATE_FIELDS}
     variables: dict[str, object] = {name: value for name, value in named.items() if value}
     variables |= body.object("chat_template_kwargs").values
@@ -329,7 +333,7 @@ def _conversation(body: Fields, tools: ToolRequest, rules: StableRules) -> Conve
 # -- fields -----------------------------------------------------------------------------------
 
 
-def read_json(raw: bytes) -> Fields:
+def read_json(raw: bytes) -> RequestFields:
     """A body. NaN, Infinity and lone surrogates, which Python's parser takes, are refused."""
     try:
         values = json.loads(raw.decode(), parse_constant=_no_number)
@@ -341,14 +345,14 @@ def read_json(raw: bytes) -> Fields:
         raise RequestError("the body has halves of characters; send UTF-8", None) from None
     except ValueError as flaw:
         raise RequestError(f"the body is not JSON ({flaw}); send a JSON object", None) from None
-    return Fields(values)
+    return RequestFields(values)
 
 
 def _no_number(constant: str) -> NoReturn:
     raise ValueError(f"{constant} is not a number in JSON")
 
 
-class Fields:
+class RequestFields:
     """A JSON object whose fields are read with their types. `null` is the same as missing."""
 
     def __init__(self, values: object, name: str = "the body") -> None:
@@ -359,9 +363,9 @@ class Fields:
     def get(self, name: str) -> object:
         return self.values.get(name)
 
-    def object(self, name: str) -> Fields:
+    def object(self, name: str) -> RequestFields:
         value = self.get(name)
-        return Fields({} if value is None else value, name)
+        return RequestFields({} if value is None else value, name)
 
     def flag(self, name: str, *, default: bool = False) -> bool:
         value = self.get(name)
@@ -428,7 +432,7 @@ class Fields:
         return value
 
 
-ReadHandoffs = Callable[[Fields, int, int], tuple[HandoffFields | None, ...]]
+ReadHandoffs = Callable[[RequestFields, int, int], tuple[HandoffFields | None, ...]]
 
 
 def _wrong_type(name: str, value: object, expected: str) -> RequestError:

@@ -10,7 +10,7 @@ from aiohttp import web
 
 from kvtide.engine import Engine, RequestError
 from kvtide.models.tokenizer import Tokenizer
-from kvtide.server.request_parsing import Fields, RequestParser, read_json
+from kvtide.server.request_parsing import RequestFields, RequestParser, read_json
 
 Json = dict[str, Any]
 
@@ -34,7 +34,7 @@ class TokenRoutes:
     async def _detokenize(self, request: web.Request) -> web.Response:
         return await _answered(request, self._text)
 
-    def _tokens(self, body: Fields) -> Json:
+    def _tokens(self, body: RequestFields) -> Json:
         if body.get("messages") is not None:
             tokens = self._parser.chat_tokens(body)
         else:
@@ -44,7 +44,7 @@ class TokenRoutes:
         longest = self._engine.max_sequence_tokens
         return {"tokens": tokens, "count": len(tokens), "max_model_len": longest}
 
-    def _text(self, body: Fields) -> Json:
+    def _text(self, body: RequestFields) -> Json:
         self._parser.check_model(body)
         tokens, vocabulary = body.integers("tokens"), self._engine.vocabulary
         if not all(0 <= token < vocabulary for token in tokens):
@@ -58,13 +58,13 @@ class TokenRoutes:
         return self._engine.tokenizer
 
 
-async def _answered(request: web.Request, answer: Callable[[Fields], Json]) -> web.Response:
+async def _answered(request: web.Request, answer: Callable[[RequestFields], Json]) -> web.Response:
     """Long texts take a while: the event loop does not wait for them."""
     raw = await request.read()
     return web.json_response(await asyncio.to_thread(lambda: answer(read_json(raw))))
 
 
-def _prompt(body: Fields) -> str:
+def _prompt(body: RequestFields) -> str:
     if body.get("prompt") is None:
         raise RequestError(
             "prompt and messages are missing; send one of them",

@@ -42,7 +42,7 @@ from kvtide.storage.trial import (
 )
 
 OpenSpace = Callable[[bytes], Store]
-Check = Callable[[OpenSpace], Iterator[str]]
+StoreCheck = Callable[[OpenSpace], Iterator[str]]
 
 MIB = 1 << 20
 SIZES = (1, 100, 4096, 70_001, MIB, 8 * MIB)
@@ -68,11 +68,11 @@ def violations(open_space: OpenSpace) -> list[str]:
     return [f"{result.check}: {text}" for result in results for text in result.violations]
 
 
-def name_of(check: Check) -> str:
+def name_of(check: StoreCheck) -> str:
     return check.__name__.replace("_", " ")
 
 
-def run_check(check: Check, open_space: OpenSpace) -> Result:
+def run_check(check: StoreCheck, open_space: OpenSpace) -> Result:
     spaces: set[bytes] = set()
 
     def remember_space(space: bytes) -> Store:
@@ -471,7 +471,7 @@ def nothing_is_seen_before_it_is_whole(open_space: OpenSpace) -> Iterator[str]:
         yield from dict.fromkeys(together([write, watch, watch]))
 
 
-CHECKS: tuple[Check, ...] = (
+CHECKS: tuple[StoreCheck, ...] = (
     an_empty_store_has_nothing,
     empty_batches_do_nothing,
     answers_are_plain_lists,

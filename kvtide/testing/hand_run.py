@@ -9,7 +9,7 @@ from itertools import islice
 from typing import cast
 
 from kvtide.transfer.lane import Backend, Job
-from kvtide.transfer.timeline import Event, HostTimeline, Timeline
+from kvtide.transfer.timeline import DeviceEvent, HostTimeline, Timeline
 
 
 class HandRunTimeline(HostTimeline):
@@ -29,10 +29,10 @@ class HandRunTimeline(HostTimeline):
             self._works[0]()
             self._works.popleft()
 
-    def fence(self) -> Event:
-        return cast(Event, self.queued + 1)
+    def fence(self) -> DeviceEvent:
+        return cast(DeviceEvent, self.queued + 1)
 
-    def passed(self, event: Event) -> bool:
+    def passed(self, event: DeviceEvent) -> bool:
         return event is None or cast(int, event) <= self.queued - len(self._works) + 1
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-Numbers = npt.NDArray[np.int64]
+RowNumbers = npt.NDArray[np.int64]
 
 
 class DestinationError(ValueError):
@@ -83,11 +83,11 @@ def _adjoins(before: RowCopy, copy: RowCopy) -> bool:
 class RegionRuns:
     """Plain copies: so many bytes from an offset in a source's region to one in a target's."""
 
-    source_region: Numbers
-    source: Numbers
-    target_region: Numbers
-    target: Numbers
-    bytes: Numbers
+    source_region: RowNumbers
+    source: RowNumbers
+    target_region: RowNumbers
+    target: RowNumbers
+    bytes: RowNumbers
 
     def __len__(self) -> int:
         return len(self.bytes)
@@ -134,7 +134,7 @@ def expand(
     return RegionRuns.joined(parts)
 
 
-def _check_slots(anchor: str, slots: Numbers, count: int) -> None:
+def _check_slots(anchor: str, slots: RowNumbers, count: int) -> None:
     """A peer names the slots; none may lie outside the area."""
     if slots.min() < 0 or slots.max() >= count:
         wrong = slots[(slots < 0) | (slots >= count)][0]
@@ -143,7 +143,9 @@ def _check_slots(anchor: str, slots: Numbers, count: int) -> None:
         )
 
 
-def _held(tables: Mapping[str, npt.NDArray[np.integer]], anchor: str, pages: Numbers) -> Numbers:
+def _held(
+    tables: Mapping[str, npt.NDArray[np.integer]], anchor: str, pages: RowNumbers
+) -> RowNumbers:
     """The slots of these pages here."""
     table = tables[anchor]
     missing = (pages < 0) | (pages >= len(table))
@@ -158,7 +160,7 @@ def _held(tables: Mapping[str, npt.NDArray[np.integer]], anchor: str, pages: Num
     return slots
 
 
-def _expanded(copies: Sequence[RowCopy], sources: Numbers, targets: Numbers) -> RegionRuns:
+def _expanded(copies: Sequence[RowCopy], sources: RowNumbers, targets: RowNumbers) -> RegionRuns:
     """Copies of one source anchor that repeat equally often: copies × pages × repeats."""
     columns = np.array(
         [

@@ -32,7 +32,7 @@ from kvtide.training.draft_vocabulary import (
 )
 from kvtide.training.eagle3_training import DraftTraining, TrainingPlan, TrainingStep
 from kvtide.training.features import TargetStates, target_states
-from kvtide.training.generate import Answered, AnswerFile, AnswerPlan, Report, generate
+from kvtide.training.generate import Answered, AnswerFile, AnswerPlan, ShowLine, generate
 from kvtide.training.held_out import (
     HeldOut,
     HeldOutPlan,
@@ -143,7 +143,7 @@ def train_draft(
     text: TrainingText,
     options: TrainingOptions,
     folder: Path,
-    report: Report,
+    report: ShowLine,
     given: Sequence[Answered] = (),
     budget: TimeBudget = _ENDLESS,
 ) -> TrainingResult:
@@ -221,7 +221,7 @@ def _answers(
     text: TrainingText,
     options: TrainingOptions,
     folder: Path,
-    report: Report,
+    report: ShowLine,
     budget: TimeBudget,
 ) -> list[Answered]:
     """The target's answers: those in the folder, if they are of these prompts and this plan."""
@@ -253,7 +253,7 @@ def _usable(answered: Sequence[Answered]) -> list[Answered]:
 
 
 def _fitting(
-    target: TrainingTarget, answered: Sequence[Answered], report: Report
+    target: TrainingTarget, answered: Sequence[Answered], report: ShowLine
 ) -> Sequence[Answered]:
     """As many answers as the device has memory for beside the training, in random order."""
     mixed = list(answered)
@@ -295,7 +295,7 @@ def _start(
     target: TrainingTarget,
     answered: Sequence[Answered],
     known: DraftCheckpoint | None,
-    report: Report,
+    report: ShowLine,
 ) -> DraftVocabulary | None:
     """The weights to begin with: the target's, or those of a draft that was trained before."""
     count, tokens = target.shape.vocabulary, target.model.vocabulary

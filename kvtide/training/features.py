@@ -20,7 +20,7 @@ from kvtide.engine.chunks import ScheduledChunk
 from kvtide.engine.runner import StepOutput
 from kvtide.engine.speculation.drafter import DraftWish, TokenDrafter
 from kvtide.models.model import Decoder
-from kvtide.training.generate import Answered, ProgressReport, Report, open_training_cache
+from kvtide.training.generate import Answered, ProgressReport, ShowLine, open_training_cache
 
 LOGIT_ROWS = 4096
 """Rows whose logits over the target's vocabulary are computed at a time."""
@@ -96,7 +96,7 @@ def target_states(
     target: Decoder,
     captures: tuple[int, ...],
     answered: Sequence[Answered],
-    report: Report,
+    report: ShowLine,
     until: float = math.inf,
 ) -> TargetStates:
     """The states of these sequences, on the target's device and in its dtype.

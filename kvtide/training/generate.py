@@ -24,7 +24,7 @@ from kvtide.engine.request import Request
 from kvtide.models.model import Decoder
 from kvtide.training.prompts import TrainingError
 
-Report = Callable[[str], None]
+ShowLine = Callable[[str], None]
 """Takes a line about the progress."""
 
 REPORT_S = 10.0
@@ -35,7 +35,7 @@ CHUNK_TOKENS = 8192
 class ProgressReport:
     """Lines about a part that takes long, with its rate since the last line."""
 
-    def __init__(self, report: Report) -> None:
+    def __init__(self, report: ShowLine) -> None:
         self._report, self._last, self._tokens = report, time.monotonic(), 0
 
     @property
@@ -103,7 +103,7 @@ def generate(
     prompts: Sequence[tuple[int, ...]],
     plan: AnswerPlan,
     stop_ids: frozenset[int],
-    report: Report,
+    report: ShowLine,
     until: float = math.inf,
 ) -> list[Answered]:
     """What the target answers, in the order of prompts.

@@ -20,7 +20,7 @@ from kvtide.tiers.buffers import Buffers
 from kvtide.tiers.layout import pieces
 from kvtide.transfer.lane import Job, Ticket
 from kvtide.transfer.strided import Addresses, PieceTable, Strided, Way
-from kvtide.transfer.timeline import Event, Timeline
+from kvtide.transfer.timeline import DeviceEvent, Timeline
 
 GROUP_PAGE_BYTES = 192 * 1024
 """The least that a group of layers brings per page: smaller copies waste the link."""
@@ -74,7 +74,7 @@ class Copier:
                 return leg
         raise AssertionError(f"no leg brings layer {layer}; there are {self.groups}")
 
-    def fence(self, way: Way) -> Event:
+    def fence(self, way: Way) -> DeviceEvent:
         """The end of the work that the calling thread has queued on the device so far."""
         return self.lanes[way].timeline.fence()
 
@@ -85,7 +85,7 @@ class Copier:
         return lambda: timeline.passed(event)
 
     def copy(
-        self, way: Way, moves: Sequence[PageMove], timeout_s: float, after: Event = None
+        self, way: Way, moves: Sequence[PageMove], timeout_s: float, after: DeviceEvent = None
     ) -> Ticket:
         """Copy whole pages, after a fence, or after all that is queued now."""
         joined: dict[tuple[str, str | None], list[PageMove]] = {}
@@ -123,7 +123,7 @@ class Copier:
         works: Sequence[Strided],
         legs: int,
         timeout_s: float,
-        after: Event = None,
+        after: DeviceEvent = None,
     ) -> Ticket:
         lane = self.lanes[way]
         ticket = Ticket(lane.timeline, legs, time.monotonic() + timeout_s)

@@ -18,7 +18,7 @@ from kvtide.tiers.row_copies import expand
 from kvtide.transfer.peer.cpu_copies import copies
 from kvtide.transfer.shapes import PagePart
 
-Bytes = npt.NDArray[np.uint8]
+ByteArray = npt.NDArray[np.uint8]
 _FIRST_SLOT = np.zeros(1, np.int64)
 
 
@@ -39,7 +39,7 @@ class HostPages:
     """The host's pages, by pool of their object and slot. `block` is all of the host's memory."""
 
     def __init__(self, host: Buffers, formats: Mapping[str, ObjectFormat]) -> None:
-        self._data: Bytes = host.data.numpy()
+        self._data: ByteArray = host.data.numpy()
         self.block = memoryview(self._data)  # type: ignore[arg-type]
         self._arrangement = host.arrangement
         self._rows = {
@@ -57,7 +57,7 @@ class HostPages:
 
     def gather(self, pool: str, slot: int, target: memoryview) -> None:
         """Copy a page's rows, in canonical order, to the beginning of `target`."""
-        there: Bytes = np.frombuffer(target, np.uint8)
+        there: ByteArray = np.frombuffer(target, np.uint8)
         at = 0
         for row in self._rows[pool]:
             start = row.offset + slot * row.stride
@@ -66,7 +66,7 @@ class HostPages:
 
     def scatter(self, pool: str, slot: int, source: memoryview) -> None:
         """Copy a payload in canonical order to a page's rows."""
-        here: Bytes = np.frombuffer(source, np.uint8)
+        here: ByteArray = np.frombuffer(source, np.uint8)
         at = 0
         for row in self._rows[pool]:
             start = row.offset + slot * row.stride
@@ -77,7 +77,7 @@ class HostPages:
         """Copy what ranks of another shape stored to the rows and heads of a page that it has."""
         anchor = part.format.anchor
         runs = expand(part.copies, {anchor: _FIRST_SLOT}, anchor, [0], [slot])
-        here: Bytes = np.frombuffer(source, np.uint8)
+        here: ByteArray = np.frombuffer(source, np.uint8)
         sources, targets = here.ctypes.data + runs.source, self._data.ctypes.data + runs.target
         for _ in copies(sources, targets, runs.bytes):
             pass

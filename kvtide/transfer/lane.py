@@ -20,7 +20,7 @@ from typing import Protocol
 import torch
 
 from kvtide.transfer.strided import Strided
-from kvtide.transfer.timeline import Event, Timeline
+from kvtide.transfer.timeline import DeviceEvent, Timeline
 
 
 class TransferError(RuntimeError):
@@ -44,7 +44,7 @@ class Ticket:
         self.error: BaseException | None = None
         self._timeline = timeline
         self._legs = legs
-        self._issued: list[Event] = []
+        self._issued: list[DeviceEvent] = []
         self._changed = threading.Condition()
 
     def wait(self, leg: int) -> None:
@@ -92,7 +92,7 @@ class Ticket:
         If the device cannot record an event, the job never counts as done.
         """
         self.error = error
-        event: Event = None
+        event: DeviceEvent = None
         with suppress(RuntimeError):
             event = self._timeline.record()
         with self._changed:
@@ -107,7 +107,7 @@ class Job:
     ticket: Ticket
     works: Sequence[Strided]
     legs: int
-    after: Event
+    after: DeviceEvent
     blocks: Sequence[torch.Tensor] = ()
 
     def run(self, timeline: Timeline, backend: Backend) -> None:

@@ -448,7 +448,7 @@ class StoreLink:
         return [sizes[page.anchor, page.shape, page.without] for page in pages]
 
 
-Turn = Callable[[BounceBuffers], bool]
+StoreTurn = Callable[[BounceBuffers], bool]
 
 
 class _ThreadPool:
@@ -456,7 +456,7 @@ class _ThreadPool:
 
     def __init__(self, name: str, threads: int, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._turns: queue.SimpleQueue[Turn | None] = queue.SimpleQueue()
+        self._turns: queue.SimpleQueue[StoreTurn | None] = queue.SimpleQueue()
         self._since: dict[int, float] = {}
         self._threads = [
             threading.Thread(
@@ -473,7 +473,7 @@ class _ThreadPool:
         since = list(self._since.values())
         return len(since) == len(self._threads) and self._clock() - max(since) > STUCK_S
 
-    def put(self, turn: Turn) -> None:
+    def put(self, turn: StoreTurn) -> None:
         self._turns.put(turn)
 
     def end(self) -> None:

@@ -11,49 +11,49 @@ from typing import Protocol
 
 import torch
 
-Event = torch.cuda.Event | None
+DeviceEvent = torch.cuda.Event | None
 """A point in a stream; None on a CPU."""
 _HIGH_PRIORITY = -1
 """Priority of a lane's stream; other streams have 0."""
 
 
 class Timeline(Protocol):
-    def fence(self) -> Event:
+    def fence(self) -> DeviceEvent:
         """The end of the work that the calling thread has queued so far."""
 
-    def inside(self, after: Event) -> AbstractContextManager[object]:
+    def inside(self, after: DeviceEvent) -> AbstractContextManager[object]:
         """Work issued in this context belongs to the lane, and comes after the fence."""
 
-    def record(self) -> Event:
+    def record(self) -> DeviceEvent:
         """The point in the lane's work that has been reached now."""
 
-    def follow(self, event: Event) -> None:
+    def follow(self, event: DeviceEvent) -> None:
         """Order the calling thread's next work after a point of the lane."""
 
-    def passed(self, event: Event) -> bool:
+    def passed(self, event: DeviceEvent) -> bool:
         """Whether the lane's work up to this point is done."""
 
-    def join(self, event: Event) -> None:
+    def join(self, event: DeviceEvent) -> None:
         """Block until it is."""
 
 
 class HostTimeline:
-    def fence(self) -> Event:
+    def fence(self) -> DeviceEvent:
         return None
 
-    def inside(self, after: Event) -> AbstractContextManager[object]:
+    def inside(self, after: DeviceEvent) -> AbstractContextManager[object]:
         return nullcontext()
 
-    def record(self) -> Event:
+    def record(self) -> DeviceEvent:
         return None
 
-    def follow(self, event: Event) -> None:
+    def follow(self, event: DeviceEvent) -> None:
         """The work is done already."""
 
-    def passed(self, event: Event) -> bool:
+    def passed(self, event: DeviceEvent) -> bool:
         return True
 
-    def join(self, event: Event) -> None:
+    def join(self, event: DeviceEvent) -> None:
         """The work is done already."""
 
 
@@ -64,28 +64,28 @@ class CudaTimeline:
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device, priority=_HIGH_PRIORITY)
 
-    def fence(self) -> Event:
+    def fence(self) -> DeviceEvent:
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(self._stream.device))
         return event
 
-    def inside(self, after: Event) -> AbstractContextManager[object]:
+    def inside(self, after: DeviceEvent) -> AbstractContextManager[object]:
         if after is not None:
             self._stream.wait_event(after)
         return torch.cuda.stream(self._stream)
 
-    def record(self) -> Event:
+    def record(self) -> DeviceEvent:
         event = torch.cuda.Event()
         event.record(self._stream)
         return event
 
-    def follow(self, event: Event) -> None:
+    def follow(self, event: DeviceEvent) -> None:
         assert event is not None
         torch.cuda.current_stream(self._stream.device).wait_event(event)
 
-    def passed(self, event: Event) -> bool:
+    def passed(self, event: DeviceEvent) -> bool:
         return event is not None and event.query()
 
-    def join(self, event: Event) -> None:
+    def join(self, event: DeviceEvent) -> None:
         assert event is not None
         event.synchronize()

@@ -17,7 +17,7 @@ from kvtide.spec import PageMove
 from kvtide.transfer.copy_jobs import Copier
 from kvtide.transfer.lane import Ticket
 from kvtide.transfer.strided import Way
-from kvtide.transfer.timeline import Event
+from kvtide.transfer.timeline import DeviceEvent
 
 H = TypeVar("H")
 
@@ -127,7 +127,7 @@ class Transfers(Generic[H]):
         self.busy = {way: BusyTime(clock) for way in Way}
         self._open: dict[int, Transfer[H]] = {}
         self._numbers = 0
-        self._fences: dict[Way, Event] = {}
+        self._fences: dict[Way, DeviceEvent] = {}
 
     def __iter__(self) -> Iterator[Transfer[H]]:
         return iter(self._open.values())

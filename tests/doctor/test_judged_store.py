@@ -16,7 +16,7 @@ from kvtide.doctor.probes import Measured, measure_machine
 from kvtide.spec import DType, catalog
 from kvtide.storage import StoreError, open_store
 from kvtide.storage.codec.coder import Lossless
-from kvtide.storage.codec.planes import Bytes
+from kvtide.storage.codec.planes import ByteArray
 from kvtide.storage.trial import in_memory, new_objects, new_space
 from tests.processes import free_port
 from tests.storage import servers
@@ -117,7 +117,7 @@ def test_drawn_pages_shrink_about_as_computed_ones(tmp_path: Path) -> None:
     """SmolLM2's and Gemma's in bf16 shrink to 1 / 1.45 (docs/benchmarks.md, codecs)."""
     raw = judged_store._drawn(1 << 20, DType.BF16)
     codec = Lossless()
-    target: Bytes = np.empty(codec.bound(len(raw)), np.uint8)
+    target: ByteArray = np.empty(codec.bound(len(raw)), np.uint8)
     ratio = len(raw) / codec.encode(np.frombuffer(raw, np.uint8), target)
     assert 1.4 < ratio < 1.55
 

@@ -17,7 +17,7 @@ from kvtide.engine import Finish, RequestError
 from kvtide.server.anthropic.messages_request import chat_body
 from kvtide.server.anthropic.messages_response import MessageWriter
 from kvtide.server.chat.event_formatter import Ending, TokenCounts
-from kvtide.server.request_parsing import Fields
+from kvtide.server.request_parsing import RequestFields
 from kvtide.server.tools.output_events import (
     CallArguments,
     CallBegin,
@@ -358,7 +358,7 @@ def test_details_of_the_cache_are_there_on_demand(ai: anthropic.Anthropic) -> No
 
 def problem(body: Json) -> str:
     with pytest.raises(RequestError) as caught:
-        chat_body(Fields({"max_tokens": 5, **body}))
+        chat_body(RequestFields({"max_tokens": 5, **body}))
     return str(caught.value)
 
 
@@ -519,7 +519,7 @@ def test_a_tool_loop_becomes_a_chat() -> None:
         {"id": "t1", "type": "function",
          "function": {"name": "weather", "arguments": '{"city": "Ulm"}'}},
     ]  # fmt: skip
-    assert chat_body(Fields(body)) == {
+    assert chat_body(RequestFields(body)) == {
         "model": MODEL,
         "max_tokens": 9,
         "stop": ["\n"],
@@ -552,7 +552,7 @@ def test_what_the_system_says_later_is_part_of_the_users_turn() -> None:
             *user("on"),
         ],
     }
-    assert [(m["role"], m["content"]) for m in chat_body(Fields(body))["messages"]] == [
+    assert [(m["role"], m["content"]) for m in chat_body(RequestFields(body))["messages"]] == [
         ("system", "be brief\n\nand kind"),
         ("user", "hi\n\n<system-reminder>\nit rains\n</system-reminder>"),
         ("assistant", "yes"),
@@ -571,7 +571,7 @@ def test_tools_that_a_search_found_are_named_in_its_result() -> None:
             {"role": "user", "content": [result]},
         ],
     }
-    last = chat_body(Fields(body))["messages"][-1]
+    last = chat_body(RequestFields(body))["messages"][-1]
     assert last["content"] == "The tool f is available.\n\none"
 
 
@@ -600,9 +600,11 @@ def searched(*names: str, number: int = 0) -> list[Json]:
 def test_deferred_tools_are_defined_where_they_are_first_referred_to() -> None:
     tools = [SEARCH, FOUND, PLACEHOLDER]
     body = {"max_tokens": 5, "tools": tools, "messages": user("a")}
-    assert [tool["function"]["name"] for tool in chat_body(Fields(body))["tools"]] == ["search"]
+    assert [tool["function"]["name"] for tool in chat_body(RequestFields(body))["tools"]] == [
+        "search"
+    ]
     body["messages"] = [*user("a"), *searched("look", "search"), *searched("look", number=1)]
-    chat = chat_body(Fields(body))
+    chat = chat_body(RequestFields(body))
     search, look = chat["tools"]
     assert "defer_loading" not in search and look["defer_loading"] is True
     function = {"name": "look", "parameters": FOUND["input_schema"],
@@ -661,7 +663,7 @@ def test_a_deferred_tool_is_no_tool_before_it_is_found(client: Client) -> None:
 def test_choices_of_tools(given: Json | None, expected: object) -> None:
     tools = [{"type": "custom", "name": "f", "input_schema": {"type": "object"}}]
     body = {"max_tokens": 5, "messages": user("a"), "tools": tools, "tool_choice": given}
-    chat = chat_body(Fields(body))
+    chat = chat_body(RequestFields(body))
     assert chat.get("tool_choice") == expected
     assert "parallel_tool_calls" not in chat
 
@@ -674,7 +676,7 @@ def test_variables_of_the_template_come_from_fields_unless_they_are_named() -> N
         "output_config": {"effort": "low", "format": {"type": "json_schema", "schema": {}}},
         "chat_template_kwargs": {"reasoning_effort": "high"},
     }
-    chat = chat_body(Fields(body))
+    chat = chat_body(RequestFields(body))
     variables = {"enable_thinking": False, "reasoning_effort": "high"}
     assert chat["chat_template_kwargs"] == variables
     assert chat["response_format"]["json_schema"]["schema"] == {}

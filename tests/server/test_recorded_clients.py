@@ -15,7 +15,7 @@ import pytest
 
 from kvtide.server.anthropic.messages_request import chat_body
 from kvtide.server.chat.chat_turns import common_fields
-from kvtide.server.request_parsing import Fields
+from kvtide.server.request_parsing import RequestFields
 from kvtide.server.responses.responses_request import read_request
 from kvtide.server.sessions.stable_prefix import parse_rules, stabilized
 from kvtide.server.tools.parser_registry import ChatFormats
@@ -139,7 +139,7 @@ def test_the_documented_rule_makes_codex_days_one() -> None:
         for day in ("2026-01-01", "2026-01-02")
     ]
     assert days[0] != days[1]
-    chats = [read_request(Fields(day), lambda _: None).chat["messages"] for day in days]
+    chats = [read_request(RequestFields(day), lambda _: None).chat["messages"] for day in days]
     kept = [stabilized(chat, parse_rules(documented[1])) for chat in chats]
     assert chats[0] != chats[1] and kept[0] == kept[1]
     text = str(kept[0][1]["content"])
@@ -156,7 +156,7 @@ def test_only_a_name_that_cannot_be_guessed_becomes_a_session(name: object) -> N
 @pytest.mark.parametrize("user", ["", "me", "[1]", "{", '{"session_id": "x"}', "[" * 5000])
 def test_other_names_of_users_are_no_sessions(user: str) -> None:
     body = {"max_tokens": 1, "messages": [{"role": "user", "content": "hi"}]}
-    assert "session_id" not in chat_body(Fields({**body, "metadata": {"user_id": user}}))
+    assert "session_id" not in chat_body(RequestFields({**body, "metadata": {"user_id": user}}))
 
 
 def test_recordings_have_no_paths_and_no_names_of_machines() -> None:

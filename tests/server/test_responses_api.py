@@ -13,7 +13,7 @@ import pytest
 
 from kvtide.engine import Finish, RequestError
 from kvtide.server.chat.event_formatter import Ending, TokenCounts
-from kvtide.server.request_parsing import Fields
+from kvtide.server.request_parsing import RequestFields
 from kvtide.server.responses.encrypted_reasoning import INCLUDED, MARK
 from kvtide.server.responses.response_history import ResponseHistory
 from kvtide.server.responses.responses_request import ResponsesRequest, read_request
@@ -425,7 +425,7 @@ def test_history_equals_plain_lists(seed: int) -> None:
 
 
 def read(body: Json) -> ResponsesRequest:
-    return read_request(Fields(body), lambda _: None)
+    return read_request(RequestFields(body), lambda _: None)
 
 
 @pytest.mark.parametrize(
@@ -586,7 +586,7 @@ def test_a_tool_loop_becomes_a_chat() -> None:
 def test_history_comes_before_the_input() -> None:
     earlier = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     body = {"input": "c", "previous_response_id": "r"}
-    request = read_request(Fields(body), lambda _: earlier)
+    request = read_request(RequestFields(body), lambda _: earlier)
     assert [message["content"] for message in request.chat["messages"]] == ["a", "b", "c"]
     assert request.items == [{"role": "user", "content": "c"}], "which alone is stored"
 

@@ -20,7 +20,7 @@ from kvtide.server.handoff.handoff_fields import (
     HandoffSide,
 )
 from kvtide.server.handoff.handoff_settings import HandoffSettings, Role
-from kvtide.server.request_parsing import Fields, RequestParser
+from kvtide.server.request_parsing import RequestFields, RequestParser
 from tests.server.serving import PAGE, POSITIONS, InProcess
 from tests.server.talking import Client, Json
 
@@ -168,7 +168,7 @@ def test_the_hit_rate_is_that_of_all_prompts(serve: Callable[..., InProcess]) ->
 
 
 def read(conventions: RouterConventions, body: Json, prompts: int = 1, n: int = 1) -> list[Any]:
-    return list(conventions.read(Fields(body), prompts, n))
+    return list(conventions.read(RequestFields(body), prompts, n))
 
 
 @pytest.mark.parametrize(
@@ -316,7 +316,7 @@ def test_a_server_answers_400_to_the_wrong_side(serve: Callable[..., InProcess],
 
 def parsed(server: InProcess, conventions: RouterConventions, body: Json) -> Any:
     parser = RequestParser(server.engine, "tiny-0.1", seeded=True, handoffs=conventions.read)
-    return parser.completion(Fields({"prompt": [5, 6, 7], "max_tokens": 9, **body}))
+    return parser.completion(RequestFields({"prompt": [5, 6, 7], "max_tokens": 9, **body}))
 
 
 def test_the_prefill_side_computes_one_token_for_its_room(server: InProcess) -> None:

@@ -12,7 +12,7 @@ from kvtide.spec import ModelMemory
 from kvtide.storage import open_store
 from kvtide.storage.codec import CodedStore, coded_store
 from kvtide.storage.codec.coder import Lossless
-from kvtide.storage.codec.planes import Bytes
+from kvtide.storage.codec.planes import ByteArray
 from kvtide.testing.faulty_store import Fault, FaultyStore
 from kvtide.tiers.layout import Layout
 from tests.cache.memories import ALL_MEMORIES
@@ -142,7 +142,7 @@ class Meeting(Lossless):
     def __init__(self) -> None:
         self.asked = threading.Event()
 
-    def decode(self, coded: Bytes, target: Bytes) -> None:
+    def decode(self, coded: ByteArray, target: ByteArray) -> None:
         assert self.asked.wait(30.0), "the store waits for what is decoded"
         super().decode(coded, target)
 
@@ -171,7 +171,7 @@ class Encoding(Lossless):
     def __init__(self) -> None:
         self.written, self.begun = threading.Event(), 0
 
-    def encode(self, raw: Bytes, target: Bytes) -> int:
+    def encode(self, raw: ByteArray, target: ByteArray) -> int:
         self.begun += 1
         assert self.begun < 8 or self.written.wait(30.0), "nothing is written beside encoding"
         return super().encode(raw, target)

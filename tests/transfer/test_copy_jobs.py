@@ -27,7 +27,7 @@ from kvtide.transfer.copy_jobs import (
 )
 from kvtide.transfer.lane import Job, Lane, TransferError
 from kvtide.transfer.strided import Reference, Way, runs
-from kvtide.transfer.timeline import Event, HostTimeline
+from kvtide.transfer.timeline import DeviceEvent, HostTimeline
 from tests.transfer.memories import MEMORIES, Tiers, family, slot_array, some_slots
 
 CPU = torch.device("cpu")
@@ -183,11 +183,11 @@ class MarkedTimeline(HostTimeline):
         self.fences = 0
         self.after: list[object] = []
 
-    def fence(self) -> Event:
+    def fence(self) -> DeviceEvent:
         self.fences += 1
         return f"fence {self.fences}"  # type: ignore[return-value]
 
-    def inside(self, after: Event) -> AbstractContextManager[object]:
+    def inside(self, after: DeviceEvent) -> AbstractContextManager[object]:
         self.after.append(after)
         return super().inside(after)
 

@@ -26,8 +26,8 @@ ZLIB = "zlib"
 CALL_BYTES = 32 << 20
 """Of a call of the store, as the cache makes them."""
 
-Objects = Sequence[tuple[ObjectFormat, bytes]]
-Progress = Callable[[Sequence[int], int, str], Any]
+FormattedObjects = Sequence[tuple[ObjectFormat, bytes]]
+ShowProgress = Callable[[Sequence[int], int, str], Any]
 Coder = tuple[Callable[[], Sequence[memoryview]], Callable[[Sequence[memoryview]], object]]
 """Encodes all objects; decodes what was made of them."""
 
@@ -64,7 +64,7 @@ class StoreGain:
 # -- alone ------------------------------------------------------------------------------------
 
 
-def alone(objects: Objects, turns: int, progress: Progress) -> list[CodecSpeed]:
+def alone(objects: FormattedObjects, turns: int, progress: ShowProgress) -> list[CodecSpeed]:
     coders = {ZLIB: _zlib(objects), **{name: _coder(name, objects) for name in CODECS}}
     took: dict[tuple[str, str], list[float]] = defaultdict(list)
     coded_bytes: dict[str, int] = {}
@@ -90,7 +90,7 @@ def alone(objects: Objects, turns: int, progress: Progress) -> list[CodecSpeed]:
     ]
 
 
-def _coder(name: str, objects: Objects) -> Coder:
+def _coder(name: str, objects: FormattedObjects) -> Coder:
     codec, key = CODECS[name](), bytes(32)
     codec.expect(_formats(objects))
     places = memories([coded_object.bound(codec, len(one)) for _, one in objects])
@@ -109,7 +109,7 @@ def _coder(name: str, objects: Objects) -> Coder:
     return encode, decode
 
 
-def _zlib(objects: Objects) -> Coder:
+def _zlib(objects: FormattedObjects) -> Coder:
     def encode() -> list[memoryview]:
         return [memoryview(zlib.compress(one, 1)) for _, one in objects]
 
@@ -125,10 +125,10 @@ def _zlib(objects: Objects) -> Coder:
 
 def in_store(
     url: str,
-    objects: Objects,
+    objects: FormattedObjects,
     size: int,
     turns: int,
-    progress: Progress,
+    progress: ShowProgress,
     codecs: Sequence[str] = tuple(CODECS),
 ) -> list[StoreGain]:
     """Write and read about so many bytes of pages, without a codec and with each of these;
@@ -147,7 +147,7 @@ def in_store(
     return [_gain(name, raw, took) for name in stores]
 
 
-def _opened(url: str, codec: str, objects: Objects, opened: ExitStack) -> Store:
+def _opened(url: str, codec: str, objects: FormattedObjects, opened: ExitStack) -> Store:
     joined = f"{url}{'&' if '?' in url else '?'}codec={codec}"
     store = open_store(joined, new_space())
     opened.callback(store.close)
@@ -168,7 +168,7 @@ def _gain(name: str, raw: int, took: Mapping[tuple[str, str], Sequence[float]]) 
     return StoreGain(name, *speeds, *ratios)
 
 
-def _keyed(objects: Objects, count: int) -> Iterator[tuple[bytes, bytes]]:
+def _keyed(objects: FormattedObjects, count: int) -> Iterator[tuple[bytes, bytes]]:
     for _ in range(count):
         yield from zip(new_keys(len(objects)), (one for _, one in objects), strict=True)
 
@@ -203,5 +203,5 @@ def _read(store: Store, keys: list[bytes], memory: list[memoryview]) -> int:
     return sum(n != len(one) for n, one in zip(lengths, memory, strict=True))
 
 
-def _formats(objects: Objects) -> list[ObjectFormat]:
+def _formats(objects: FormattedObjects) -> list[ObjectFormat]:
     return list({id(one): one for one, _ in objects}.values())

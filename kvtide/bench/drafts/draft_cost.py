@@ -24,7 +24,7 @@ _KV = Entry((Field("kv", (8,), DType.BF16),))
 _PLAIN = ModelMemory("target", PAGE, (PoolSpec("kv", (0,), _KV),), layers=1)
 _DRAFTED = with_draft(_PLAIN, ModelMemory("draft", PAGE, (PoolSpec("kv", (0,), _KV),), layers=1))
 
-Progress = Callable[[Iterable[Any], int, str], Iterable[Any]]
+ShowProgress = Callable[[Iterable[Any], int, str], Iterable[Any]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class DraftCost:
         return asdict(self)
 
 
-def measure(batch: int, pages: int, turns: int, progress: Progress) -> DraftCost:
+def measure(batch: int, pages: int, turns: int, progress: ShowProgress) -> DraftCost:
     """So many leases, each growing by so many pages."""
     found = [
         (_page_us(_PLAIN, batch, pages), _page_us(_DRAFTED, batch, pages))

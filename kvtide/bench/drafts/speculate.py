@@ -243,7 +243,7 @@ class ModelBed:
 
 # -- measuring --------------------------------------------------------------------------------
 
-Progress = Callable[[Sequence[int], int, str], Any]
+ShowProgress = Callable[[Sequence[int], int, str], Any]
 
 
 def measure(
@@ -252,7 +252,7 @@ def measure(
     answer_tokens: int,
     draft_tokens: int,
     rounds: int,
-    progress: Progress,
+    progress: ShowProgress,
 ) -> SpeculationGain:
     params = [bed.params(text, answer_tokens) for text in case.prompts]
     page = bed.model.memory.page_tokens
@@ -291,7 +291,7 @@ def measure(
     )
 
 
-def row_costs(bed: ModelBed, batch: int, steps: int, progress: Progress) -> Iterator[RowCost]:
+def row_costs(bed: ModelBed, batch: int, steps: int, progress: ShowProgress) -> Iterator[RowCost]:
     """Engines with 0 to MAX_ROW_DRAFTS drafts for every request, wrong ones, step in turns."""
     case = replace(CASES["never"], prompts=PROSE[:batch], at_once=batch)
     params = [bed.params(text, steps + ROW_WARM_UP + 2) for text in case.prompts]

@@ -27,8 +27,8 @@ from kvtide.transfer.copy_engine import MAX_COPIES, BatchedCopies
 from kvtide.transfer.peer.transport import (
     Column,
     Descriptor,
+    HostOrDevice,
     Landed,
-    MemoryKind,
     PeerLink,
     PendingWrite,
     Region,
@@ -156,7 +156,7 @@ class HostStaging:
         self._arena = device_arena(size, device)
         self._size, self._used = size, 0
         self._on_gpu = device.type == "cuda"
-        self._kind: MemoryKind = "device" if self._on_gpu else "host"
+        self._kind: HostOrDevice = "device" if self._on_gpu else "host"
         if self._on_gpu:
             self._batched, self._stream = BatchedCopies(), torch.cuda.Stream(device)
 

@@ -29,7 +29,7 @@ from kvtide.cli.console import CommandError, progress, table
 from kvtide.models.tokenizer import Tokenizer, read_tokenizer
 from kvtide.server.ranks.rank_processes import freeze_gc
 
-Rows = list[tuple[str, str, str, str, str]]
+TableRows = list[tuple[str, str, str, str, str]]
 _TITLES = {
     "qwen3-8b": "Qwen3-8B",
     "deepseek-v4-flash": "DeepSeek-V4-Flash (12 layers, 32 experts)",
@@ -71,7 +71,7 @@ def _run(args: argparse.Namespace) -> int:
     print(_machine(device, best), flush=True)
     failed: list[str] = []
     numbers: dict[str, Any] = {"ceilings": best.as_json(), "failed": failed}
-    shown: Rows = []
+    shown: TableRows = []
     for shape, kinds in _by_model(wanted):
         bed = Bed(shape.build(device, torch.bfloat16), device, tokenizer)
         freeze_gc()  # As a server does.

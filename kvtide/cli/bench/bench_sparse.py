@@ -14,7 +14,7 @@ from kvtide.bench.gpu import plot, shapes
 from kvtide.bench.gpu.engine_bed import Bed
 from kvtide.bench.gpu.sparse import row_reads
 from kvtide.bench.gpu.sparse import sparse_residency as sparse
-from kvtide.bench.gpu.sparse.driven_choices import OWN, Overlap
+from kvtide.bench.gpu.sparse.driven_choices import OWN, OverlapFraction
 from kvtide.bench.gpu.sparse.hot_reads import HotReads
 from kvtide.bench.gpu.sparse.sparse_residency import (
     OVERLAPS,
@@ -208,7 +208,7 @@ def _read(reads: HotReads) -> str:
     return f"{(reads.missing_bytes + reads.gathered_bytes) / 1e6:,.0f} MB"
 
 
-def _shown(overlap: Overlap) -> str:
+def _shown(overlap: OverlapFraction) -> str:
     return f"overlap {overlap:.0%}" if isinstance(overlap, float) else "own choices"
 
 
@@ -431,7 +431,7 @@ class _Bench:
         self._report.row(row, both.as_json() | {"model": shape.name})
 
     def first_token(self, shape: SparseShape) -> None:
-        resident: dict[tuple[int, Overlap], sparse.FirstTokenResult] = {}
+        resident: dict[tuple[int, OverlapFraction], sparse.FirstTokenResult] = {}
         for is_hot in (False, True):
             with self._report.guarded(f"first token, {'hot' if is_hot else 'all'}"):
                 for one in self._first_tokens(shape, is_hot):

@@ -84,7 +84,9 @@ ROWS = "rows"
 RESTORED = "restored"
 """What a draft accepts behind restored prefixes; not in the default selection."""
 CASES = (*speculate.CASES, ROWS, RESTORED, *SHAPE_CASES)
-Result = speculate.SpeculationGain | speculate.RowCost | RestoredLength | RoundResult | ChosenResult
+SpeculationResult = (
+    speculate.SpeculationGain | speculate.RowCost | RestoredLength | RoundResult | ChosenResult
+)
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -126,7 +128,7 @@ def _run(args: argparse.Namespace) -> int:
     names = _names(args)
     texts = [speculate.CASES[name] for name in names if name in speculate.CASES]
     shapes = [SHAPE_CASES[name] for name in names if name in SHAPE_CASES]
-    found: list[tuple[str, Result]] = []
+    found: list[tuple[str, SpeculationResult]] = []
     failed: list[str] = []
     own = [name for name in (ROWS, RESTORED) if name in names]
     for one in chain(_texts(args, texts, own), _shapes(args, shapes, failed)):
@@ -183,13 +185,13 @@ def _draft(args: argparse.Namespace) -> str | None:
     return None if found is None else str(found)
 
 
-def _write(args: argparse.Namespace, found: list[tuple[str, Result]]) -> None:
+def _write(args: argparse.Namespace, found: list[tuple[str, SpeculationResult]]) -> None:
     """Write the results so far, so that an interrupted run keeps them."""
     if args.json:
         Path(args.json).write_text(json.dumps(_as_json(found), indent=2))
 
 
-def _as_json(found: list[tuple[str, Result]]) -> list[dict[str, Any]]:
+def _as_json(found: list[tuple[str, SpeculationResult]]) -> list[dict[str, Any]]:
     return [{"case": name, **result.as_json()} for name, result in found]
 
 
@@ -198,7 +200,7 @@ def _as_json(found: list[tuple[str, Result]]) -> list[dict[str, Any]]:
 
 def _texts(
     args: argparse.Namespace, cases: list[speculate.SpeculationCase], own: list[str]
-) -> Iterator[tuple[str, Result]]:
+) -> Iterator[tuple[str, SpeculationResult]]:
     """These cases, and those of `own` that are none of `speculate.CASES`."""
     if not cases and not own:
         return
@@ -221,7 +223,7 @@ def _texts(
 
 def _shapes(
     args: argparse.Namespace, cases: list[ShapeCase], failed: list[str]
-) -> Iterator[tuple[str, Result]]:
+) -> Iterator[tuple[str, SpeculationResult]]:
     """The cases of one shape share its weights. Where one fails, the others still run."""
     device, begun = torch.device(args.device), time.monotonic()
     if device.type == "cuda":
@@ -280,7 +282,7 @@ def _release(device: torch.device) -> None:
 
 # -- tables -----------------------------------------------------------------------------------
 
-_HEADERS: dict[type[Result], tuple[str, ...]] = {
+_HEADERS: dict[type[SpeculationResult], tuple[str, ...]] = {
     speculate.SpeculationGain: (
         *("case", "at once", "drafts", "tokens/s on", "tokens/s off", "on/off", "accept length"),
         *("accepted", "rejected", "goal", "reached"),
@@ -303,13 +305,13 @@ _HEADERS: dict[type[Result], tuple[str, ...]] = {
 `host wait` is what the device waits for the host where a round is not."""
 
 
-def _tables(found: list[Result]) -> Iterator[str]:
+def _tables(found: list[SpeculationResult]) -> Iterator[str]:
     for kind, header in _HEADERS.items():
         if rows := [_row(result) for result in found if isinstance(result, kind)]:
             yield table(header, rows)
 
 
-def _row(found: Result) -> tuple[str, ...]:
+def _row(found: SpeculationResult) -> tuple[str, ...]:
     if isinstance(found, speculate.RowCost):
         costs = (f"{found.ratio:.2f}×", f"{found.assumed:.2f}×")
         return (str(found.batch), str(found.drafts), _ms(found.step_s), *costs)

@@ -27,7 +27,7 @@ from kvtide.engine.handoff.messages import (
     Done,
     Failed,
     First,
-    Message,
+    HandoffMessage,
     PagePlaces,
     Reserve,
     Silent,
@@ -40,7 +40,7 @@ from kvtide.engine.sampling.sampler import SampledToken
 from kvtide.index import Prompt
 from kvtide.spec import ALL
 
-Outbox = Callable[[str, Message], None]
+Outbox = Callable[[str, HandoffMessage], None]
 """Sends a message to a peer, by its address. It never blocks."""
 
 
@@ -155,7 +155,7 @@ class DecodeHandoffs:
 
     # -- from the peer ----------------------------------------------------------------------
 
-    def receive(self, message: Message) -> None:
+    def receive(self, message: HandoffMessage) -> None:
         """News of a handoff; those of an epoch that is over are ignored, but for `Silent`."""
         match message:
             case Silent():
@@ -330,5 +330,5 @@ def _receipt(request: Request) -> Receipt:
     return receipt
 
 
-def _nowhere(peer: str, message: Message) -> None:
+def _nowhere(peer: str, message: HandoffMessage) -> None:
     """A rank that is not the leader sends nothing."""

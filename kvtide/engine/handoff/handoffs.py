@@ -11,7 +11,7 @@ from collections.abc import Callable
 from kvtide.cache import TieredCache
 from kvtide.engine.handoff.decode_handoffs import DecodeHandoffs
 from kvtide.engine.handoff.handoff_state import HandoffState
-from kvtide.engine.handoff.messages import Done, Message, Reserve, StopWriting
+from kvtide.engine.handoff.messages import Done, HandoffMessage, Reserve, StopWriting
 from kvtide.engine.handoff.prefill_handoffs import PrefillHandoffs
 from kvtide.engine.request import Finish, Request, RequestError, RequestState
 from kvtide.engine.sampling.sampler import SampledToken
@@ -97,7 +97,7 @@ class Handoffs:
 
     # -- from peers -------------------------------------------------------------------------
 
-    def receive(self, peer: str, message: Message) -> None:
+    def receive(self, peer: str, message: HandoffMessage) -> None:
         """A message of a peer, by the name of its connection."""
         if isinstance(message, (Reserve, StopWriting, Done)):
             if (request := self.prefill.receive(peer, message)) is not None:

@@ -143,7 +143,7 @@ class Silent:
     epoch: int
 
 
-Message = Ask | Reserve | StopWriting | Done | Written | First | Complete | Failed | Silent
+HandoffMessage = Ask | Reserve | StopWriting | Done | Written | First | Complete | Failed | Silent
 _KINDS: dict[str, Any] = {
     kind.__name__.lower(): kind
     for kind in (Ask, Reserve, StopWriting, Done, Written, First, Complete, Failed, Silent)
@@ -154,11 +154,11 @@ class MessageError(ValueError):
     """A message that this side does not understand."""
 
 
-def to_json(message: Message) -> dict[str, Any]:
+def to_json(message: HandoffMessage) -> dict[str, Any]:
     return {"kind": type(message).__name__.lower(), **_plain(message)}
 
 
-def from_json(values: dict[str, Any]) -> Message:
+def from_json(values: dict[str, Any]) -> HandoffMessage:
     """Raises `MessageError` for what is not one of these messages."""
     try:
         given = dict(values)
@@ -175,7 +175,7 @@ def from_json(values: dict[str, Any]) -> Message:
             given["top"] = tuple((int(token), float(value)) for token, value in given["top"])
         if kind is Complete:
             given["captured"] = base64.b64decode(given["captured"], validate=True)
-        message: Message = kind(**given)
+        message: HandoffMessage = kind(**given)
         _check_types(message)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise MessageError(f"no message of a handoff: {type(error).__name__}: {error}") from None
@@ -207,7 +207,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
 """What JSON has for a field, by its annotation; other fields are converted."""
 
 
-def _check_types(message: Message) -> None:
+def _check_types(message: HandoffMessage) -> None:
     """Raise `TypeError` where a field is not what is declared: the engine relies on it."""
     for each in fields(message):
         value, wanted = getattr(message, each.name), _TYPES.get(str(each.type))

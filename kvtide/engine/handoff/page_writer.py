@@ -20,15 +20,15 @@ from kvtide.tiers.row_copies import RegionRuns, RowCopy, expand
 from kvtide.transfer.peer.page_sender import OnDone, OnSilent, PageSender, SendJob
 from kvtide.transfer.peer.transport import Descriptor, PeerLink, Region, Transport, WriteBatch
 
-Numbers = npt.NDArray[np.integer]
+Integers = npt.NDArray[np.integer]
 
 
 class PlacedPages(NamedTuple):
     """Pages of a sequence, and the peer's slots of one anchor."""
 
     anchor: str
-    pages: Numbers
-    slots: Numbers
+    pages: Integers
+    slots: Integers
 
 
 class PageWrite(NamedTuple):
@@ -40,7 +40,7 @@ class PageWrite(NamedTuple):
     room: str
     epoch: int
     area: str
-    tables: Mapping[str, Numbers]
+    tables: Mapping[str, Integers]
     places: Sequence[PlacedPages]
 
 

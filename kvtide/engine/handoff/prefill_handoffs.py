@@ -28,7 +28,7 @@ from kvtide.engine.handoff.messages import (
     Complete,
     Done,
     First,
-    Message,
+    HandoffMessage,
     Numbers,
     Reserve,
     StopWriting,
@@ -46,7 +46,7 @@ from kvtide.transfer.peer.page_sender import CANCELLED
 ABORTED = "the prefill was aborted"
 GAVE_WAY = "its pages gave way to prompts that decode servers wait for"
 REPLACED = "another reservation took its place"
-Report = Callable[[RankReport], None]
+ReportRank = Callable[[RankReport], None]
 MAX_EARLY = 1024
 """Reservations kept for requests that a router has yet to send; and names of rooms that ended on
 one side before the other came."""
@@ -104,7 +104,7 @@ class PrefillHandoffs:
 
     def __init__(self, cache: TieredCache, speculation: Speculation | None) -> None:
         self.writer: PageWriter | None = None
-        self.report: Report = _unheard
+        self.report: ReportRank = _unheard
         self.on_computed: Callable[[First, Complete], None] = _unheard
         self.ended: Counter[str] = Counter()
         self._cache, self._speculation = cache, speculation
@@ -170,7 +170,7 @@ class PrefillHandoffs:
 
     # -- from the peer ----------------------------------------------------------------------
 
-    def receive(self, peer: str, message: Message) -> Request | None:
+    def receive(self, peer: str, message: HandoffMessage) -> Request | None:
         """A message of a connection. Returns a request that the peer asked for and gives up."""
         if isinstance(message, Reserve):
             self._take(peer, message)

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
-from kvtide.engine.handoff.messages import Complete, Failed, First, Message, Silent, Written
+from kvtide.engine.handoff.messages import Complete, Failed, First, HandoffMessage, Silent, Written
 
 ReportKind = Literal["written", "tail", "failed", "silent", "over"]
 
@@ -72,7 +72,7 @@ class RankReports:
     are silent.
     """
 
-    def __init__(self, ranks: int, send: Callable[[str, Message], None]) -> None:
+    def __init__(self, ranks: int, send: Callable[[str, HandoffMessage], None]) -> None:
         self._ranks, self._send = ranks, send
         self._epochs: dict[tuple[str, int], _Epoch] = {}
         self._lock = threading.Lock()
@@ -95,7 +95,7 @@ class RankReports:
             for message in (first, *self._ended(state)):
                 self._send(first.room, message)
 
-    def _messages(self, state: _Epoch, report: RankReport) -> list[Message]:
+    def _messages(self, state: _Epoch, report: RankReport) -> list[HandoffMessage]:
         room, epoch, rank = report.room, report.epoch, report.rank
         match report.kind:
             case "written":
@@ -128,7 +128,7 @@ class RankReports:
             and all(number in numbers for numbers in state.written.values())
         )
 
-    def _ended(self, state: _Epoch) -> list[Message]:
+    def _ended(self, state: _Epoch) -> list[HandoffMessage]:
         complete = state.complete
         if complete is None or state.failed or len(state.tails) < self._ranks:
             return []

@@ -28,7 +28,7 @@ from kvtide.index.tree.presence import SidecarSlots
 from kvtide.index.tree.tree import Tree
 from kvtide.spec import PageMove, Slots, Tier
 
-Run = list[Node]
+NodeRun = list[Node]
 """Nodes that follow each other on one path, topmost first."""
 
 
@@ -334,13 +334,13 @@ class Arrivals:
                 if node.depth < start < node.end and node.resident >> cell & 1:
                     tree.split(node, start - node.depth)
 
-    def _runs(self, lease: IndexLease, source: Tier, target: Tier) -> dict[int, list[Run]]:
+    def _runs(self, lease: IndexLease, source: Tier, target: Tier) -> dict[int, list[NodeRun]]:
         """Per anchor, the runs of nodes to copy: in the source, not held by the target."""
         tree = self._tree
         if lease.hidden and target > source:
             return {}
         path = tree.path(lease.node)
-        runs: dict[int, list[Run]] = {}
+        runs: dict[int, list[NodeRun]] = {}
         for anchor in range(tree.anchors):
             here = tree.cell(source, anchor)
             if target < tree.cells[tree.homes[anchor]].tier:
@@ -349,7 +349,7 @@ class Arrivals:
             if target < source:
                 start = 0 if reach is None else lease.boundary - reach
                 held_by = sum(1 << tree.cell(tier, anchor) for tier in Tier if tier < source)
-            found: list[Run] = []
+            found: list[NodeRun] = []
             joined = False
             for node in path:
                 held = (node.resident | node.arriving) & held_by
@@ -384,7 +384,7 @@ class Arrivals:
             other.leases.append(lease)
         return others
 
-    def _begin(self, runs: dict[int, list[Run]], source: Tier, target: Tier) -> Arrival:
+    def _begin(self, runs: dict[int, list[NodeRun]], source: Tier, target: Tier) -> Arrival:
         """Take the promised slots, mark the pages ARRIVING, pin their source."""
         tree = self._tree
         number = tree.next_number()
@@ -418,7 +418,7 @@ class Arrivals:
         return [self._tree.pins.upwards(cell, above)] if above.resident >> cell & 1 else []
 
     def _move(
-        self, anchor: int, source: Tier, target: Tier, runs: list[Run], parts: list[ArrivalPart]
+        self, anchor: int, source: Tier, target: Tier, runs: list[NodeRun], parts: list[ArrivalPart]
     ) -> PageMove:
         here = self._tree.cell(source, anchor)
         there = self._tree.cell(target, anchor)
@@ -474,5 +474,5 @@ def _cut(move: PageMove, pages: int) -> PageMove:
     return replace(move, source_slots=sources, target_slots=targets)
 
 
-def _pages(runs: list[Run]) -> int:
+def _pages(runs: list[NodeRun]) -> int:
     return sum(node.pages for run in runs for node in run)

@@ -23,7 +23,7 @@ from kvtide.models.gguf.metadata import Metadata
 if TYPE_CHECKING:  # A config is read without torch; only the weights need it.
     from torch import Tensor
 
-Change: TypeAlias = "Callable[[Tensor], Tensor]"
+Rearrange: TypeAlias = "Callable[[Tensor], Tensor]"
 
 LLAMA3_FACTORS = "rope_freqs.weight"
 GEMMA3_WINDOW_PERIOD = 6
@@ -37,7 +37,7 @@ class Source:
     """Where a tensor of HF's name comes from."""
 
     name: str
-    change: Change | None = None
+    change: Rearrange | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class Architecture:
 
     config: Callable[[GGUF], dict[str, object]]
     parts: Mapping[str, str]
-    changes: Callable[[Metadata], Mapping[str, Change]]
+    changes: Callable[[Metadata], Mapping[str, Rearrange]]
     """Changes to undo, by the last name before `.weight` or `.bias`."""
 
 
@@ -128,7 +128,7 @@ def _outside(name: str, parts: Mapping[str, str]) -> str | None:
 # -- changes -----------------------------------------------------------------------------------
 
 
-def _halves_from_pairs(heads: int) -> Change:
+def _halves_from_pairs(heads: int) -> Rearrange:
     """Rows of each head from the order 0, h, 1, h+1, … back to 0, 1, …, h, h+1, …"""
 
     def change(rows: Tensor) -> Tensor:
@@ -142,17 +142,17 @@ def _minus_one(weight: Tensor) -> Tensor:
     return weight - 1
 
 
-def _llama_changes(metadata: Metadata) -> Mapping[str, Change]:
+def _llama_changes(metadata: Metadata) -> Mapping[str, Rearrange]:
     heads = metadata.count("llama.attention.head_count")
     kv_heads = metadata.count("llama.attention.head_count_kv", heads)
     return {"attn_q": _halves_from_pairs(heads), "attn_k": _halves_from_pairs(kv_heads)}
 
 
-def _no_changes(metadata: Metadata) -> Mapping[str, Change]:
+def _no_changes(metadata: Metadata) -> Mapping[str, Rearrange]:
     return {}
 
 
-def _gemma3_changes(metadata: Metadata) -> Mapping[str, Change]:
+def _gemma3_changes(metadata: Metadata) -> Mapping[str, Rearrange]:
     norms = [part for part in [*_GEMMA3_PARTS, "output_norm"] if part.endswith("_norm")]
     return dict.fromkeys(norms, _minus_one)
 

@@ -17,7 +17,14 @@ from typing import Any
 import numpy as np
 
 from kvtide.models.gguf.metadata import Metadata
-from kvtide.models.gguf.quants import FORMATS, OTHER_FORMATS, Bytes, Floats, Format, dequantise
+from kvtide.models.gguf.quants import (
+    FORMATS,
+    OTHER_FORMATS,
+    ByteArray,
+    Format,
+    Fp32Array,
+    dequantise,
+)
 from kvtide.models.model_errors import CheckpointError
 
 MAGIC = b"GGUF"
@@ -69,7 +76,7 @@ class GGUF:
         }
         self._check_whole()
 
-    def raw(self, name: str, rows: range | None = None) -> Bytes:
+    def raw(self, name: str, rows: range | None = None) -> ByteArray:
         """The stored bytes of a tensor, or of these rows of it: a view of the file."""
         tensor = self.tensors[name]
         whole = np.frombuffer(self._map, np.uint8, tensor.bytes, tensor.offset)
@@ -78,7 +85,7 @@ class GGUF:
         row_bytes = tensor.bytes // tensor.shape[0]
         return whole[rows.start * row_bytes : rows.stop * row_bytes]
 
-    def floats(self, name: str, rows: range | None = None) -> Floats:
+    def floats(self, name: str, rows: range | None = None) -> Fp32Array:
         """A tensor, or these rows of it, as float32, in memory of its own."""
         tensor = self.tensors[name]
         return dequantise(self.raw(name, rows), tensor.form).reshape(-1, *tensor.shape[1:])

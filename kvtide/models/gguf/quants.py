@@ -17,8 +17,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-Bytes = NDArray[np.uint8]
-Floats = NDArray[np.float32]
+ByteArray = NDArray[np.uint8]
+Fp32Array = NDArray[np.float32]
 
 CHUNK_ELEMENTS = 1 << 20
 """What is decoded at a time: intermediate arrays stay in the processor's cache."""
@@ -31,14 +31,14 @@ class Format:
     name: str
     block_elements: int
     block_bytes: int
-    decode: Callable[[Bytes], Floats]
+    decode: Callable[[ByteArray], Fp32Array]
 
     def stored_bytes(self, elements: int) -> int:
         """Bytes of so many elements, which are whole blocks."""
         return elements // self.block_elements * self.block_bytes
 
 
-def dequantise(data: Bytes, form: Format) -> Floats:
+def dequantise(data: ByteArray, form: Format) -> Fp32Array:
     """All elements of these bytes, as one float32 row."""
     blocks = data.reshape(-1, form.block_bytes)
     values = np.empty((len(blocks), form.block_elements), np.float32)
@@ -51,15 +51,15 @@ def dequantise(data: Bytes, form: Format) -> Floats:
 # -- plain numbers -----------------------------------------------------------------------------
 
 
-def _f32(blocks: Bytes) -> Floats:
+def _f32(blocks: ByteArray) -> Fp32Array:
     return np.ascontiguousarray(blocks).view("<f4")
 
 
-def _f16(blocks: Bytes) -> Floats:
+def _f16(blocks: ByteArray) -> Fp32Array:
     return np.ascontiguousarray(blocks).view("<f2").astype(np.float32)
 
 
-def _bf16(blocks: Bytes) -> Floats:
+def _bf16(blocks: ByteArray) -> Fp32Array:
     """The upper half of a float32."""
     halves = np.ascontiguousarray(blocks).view("<u2").astype(np.uint32)
     return (halves << np.uint32(16)).view(np.float32)
@@ -68,43 +68,43 @@ def _bf16(blocks: Bytes) -> Floats:
 # -- blocks of 32 ------------------------------------------------------------------------------
 
 
-def _nibbles(packed: Bytes) -> Bytes:
+def _nibbles(packed: ByteArray) -> ByteArray:
     return np.concatenate([packed & 15, packed >> 4], axis=-1)
 
 
-def _signed(blocks: Bytes) -> Floats:
+def _signed(blocks: ByteArray) -> Fp32Array:
     return np.ascontiguousarray(blocks).view(np.int8).astype(np.float32)
 
 
-def _fifth_bits(packed: Bytes) -> Bytes:
+def _fifth_bits(packed: ByteArray) -> ByteArray:
     """Bit i of 32, moved to where it belongs: above the nibble of element i."""
     word = np.ascontiguousarray(packed).view("<u4")
     bits = (word >> np.arange(32, dtype=np.uint32)) & np.uint32(1)
     return bits.astype(np.uint8) << np.uint8(4)
 
 
-def _q8_0(blocks: Bytes) -> Floats:
+def _q8_0(blocks: ByteArray) -> Fp32Array:
     """scale | 32 signed bytes."""
     return _f16(blocks[:, :2]) * _signed(blocks[:, 2:])
 
 
-def _q4_0(blocks: Bytes) -> Floats:
+def _q4_0(blocks: ByteArray) -> Fp32Array:
     """scale | 16 bytes of nibbles, 8 standing for zero."""
     return _f16(blocks[:, :2]) * (_nibbles(blocks[:, 2:]).astype(np.float32) - 8)
 
 
-def _q4_1(blocks: Bytes) -> Floats:
+def _q4_1(blocks: ByteArray) -> Fp32Array:
     """scale | least value | 16 bytes of nibbles."""
     return _f16(blocks[:, :2]) * _nibbles(blocks[:, 4:]).astype(np.float32) + _f16(blocks[:, 2:4])
 
 
-def _q5_0(blocks: Bytes) -> Floats:
+def _q5_0(blocks: ByteArray) -> Fp32Array:
     """scale | 32 fifth bits | 16 bytes of nibbles, 16 standing for zero."""
     levels = _nibbles(blocks[:, 6:]) | _fifth_bits(blocks[:, 2:6])
     return _f16(blocks[:, :2]) * (levels.astype(np.float32) - 16)
 
 
-def _q5_1(blocks: Bytes) -> Floats:
+def _q5_1(blocks: ByteArray) -> Fp32Array:
     """scale | least value | 32 fifth bits | 16 bytes of nibbles."""
     levels = _nibbles(blocks[:, 8:]) | _fifth_bits(blocks[:, 4:8])
     return _f16(blocks[:, :2]) * levels.astype(np.float32) + _f16(blocks[:, 2:4])
@@ -113,7 +113,7 @@ def _q5_1(blocks: Bytes) -> Floats:
 # -- blocks of 256 -----------------------------------------------------------------------------
 
 
-def _six_bit_pairs(packed: Bytes) -> tuple[Floats, Floats]:
+def _six_bit_pairs(packed: ByteArray) -> tuple[Fp32Array, Fp32Array]:
     """Scales and offsets of 8 runs of 32 elements, six bits each, in 12 bytes.
 
     The first four of each have a byte of their own; the last four are spread over the top two
@@ -125,19 +125,19 @@ def _six_bit_pairs(packed: Bytes) -> tuple[Floats, Floats]:
     return scales.astype(np.float32), offsets.astype(np.float32)
 
 
-def _scaled_runs(blocks: Bytes, levels: Bytes) -> Floats:
+def _scaled_runs(blocks: ByteArray, levels: ByteArray) -> Fp32Array:
     """8 runs of 32 levels, with the scales and offsets that Q4_K and Q5_K begin with."""
     scales, offsets = _six_bit_pairs(blocks[:, 4:16])
     scales, offsets = _f16(blocks[:, :2]) * scales, _f16(blocks[:, 2:4]) * offsets
     return (scales[:, :, None] * levels.astype(np.float32) - offsets[:, :, None]).reshape(-1, 256)
 
 
-def _q4_k(blocks: Bytes) -> Floats:
+def _q4_k(blocks: ByteArray) -> Fp32Array:
     """scale of scales | scale of offsets | 12 bytes of both | 4 × 32 bytes of nibbles."""
     return _scaled_runs(blocks, _nibbles(blocks[:, 16:].reshape(-1, 4, 32)).reshape(-1, 8, 32))
 
 
-def _q5_k(blocks: Bytes) -> Floats:
+def _q5_k(blocks: ByteArray) -> Fp32Array:
     """As Q4_K, with 32 bytes before the nibbles: bit r of byte i is the fifth bit of element i
     of run r."""
     run = np.arange(8, dtype=np.uint8)[:, None]
@@ -146,7 +146,7 @@ def _q5_k(blocks: Bytes) -> Floats:
     return _scaled_runs(blocks, nibbles | fifth)
 
 
-def _q6_k(blocks: Bytes) -> Floats:
+def _q6_k(blocks: ByteArray) -> Fp32Array:
     """128 bytes of nibbles | 64 bytes of two upper bits | 16 signed scales | scale of scales.
 
     Both halves of a block are laid out alike: 64 bytes of nibbles for 4 runs of 32 elements, and

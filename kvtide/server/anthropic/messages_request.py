@@ -35,14 +35,14 @@ from kvtide.server.chat.chat_turns import (
     with_template_variables,
 )
 from kvtide.server.refused_fields import MESSAGES, refuse
-from kvtide.server.request_parsing import Fields
+from kvtide.server.request_parsing import RequestFields
 
 MAX_USER_ID = 4096
 
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
-def chat_body(body: Fields) -> Json:
+def chat_body(body: RequestFields) -> Json:
     """The chat body of a message request."""
     if body.get("max_tokens") is None:
         raise RequestError(
@@ -58,7 +58,7 @@ def chat_body(body: Fields) -> Json:
     return chat
 
 
-def _client_session(body: Fields) -> object:
+def _client_session(body: RequestFields) -> object:
     """Claude Code names its session in a JSON text."""
     user = body.object("metadata").get("user_id")
     try:
@@ -68,7 +68,7 @@ def _client_session(body: Fields) -> object:
     return named.get("session_id") if isinstance(named, dict) else None
 
 
-def prompt_body(body: Fields) -> Json:
+def prompt_body(body: RequestFields) -> Json:
     """The part of the chat body that makes the prompt: what `count_tokens` counts."""
     refuse(body.values, MESSAGES)
     tools = [_tool(tool) for tool in _objects(body.get("tools") or [], "tools")]
@@ -82,7 +82,7 @@ def prompt_body(body: Fields) -> Json:
         _choose(chat, body.object("tool_choice"))
     output = body.object("output_config")
     if form := output.get("format") or body.get("output_format"):
-        chat["response_format"] = _response_format(Fields(form, "output_config.format"))
+        chat["response_format"] = _response_format(RequestFields(form, "output_config.format"))
     thinking = body.object("thinking").get("type")
     with_template_variables(
         chat,
@@ -129,7 +129,7 @@ class _Turns(ChatTurns):
         return [tool for tool in self._tools if tool["function"]["name"] not in self._unknown]
 
 
-def _read_messages(chat: _Turns, body: Fields) -> None:
+def _read_messages(chat: _Turns, body: RequestFields) -> None:
     given = body.get("messages")
     if not given:
         raise RequestError(
@@ -255,11 +255,13 @@ def _tool(tool: Json) -> Json:
         raise RequestError("a tool has no input_schema; send a JSON schema", param="tools")
     function = {"name": tool.get("name"), "parameters": tool["input_schema"]}
     function |= {key: tool[key] for key in ("description", "strict") if tool.get(key) is not None}
-    deferred = {"defer_loading": True} if Fields(tool, "a tool").flag("defer_loading") else {}
+    deferred = (
+        {"defer_loading": True} if RequestFields(tool, "a tool").flag("defer_loading") else {}
+    )
     return {"type": "function", "function": function, **deferred}
 
 
-def _choose(chat: Json, choice: Fields) -> None:
+def _choose(chat: Json, choice: RequestFields) -> None:
     kind = choice.get("type")
     if kind == "tool":
         named = {"name": choice.text("name", "")}
@@ -275,7 +277,7 @@ def _choose(chat: Json, choice: Fields) -> None:
         chat["parallel_tool_calls"] = False
 
 
-def _response_format(form: Fields) -> Json:
+def _response_format(form: RequestFields) -> Json:
     if form.get("type") != "json_schema":
         raise RequestError(
             f"the output format has the type {_shown(form.get('type'))}; send json_schema",

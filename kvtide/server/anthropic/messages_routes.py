@@ -10,7 +10,7 @@ from kvtide.server.anthropic.messages_request import chat_body, prompt_body
 from kvtide.server.anthropic.messages_response import MessageWriter
 from kvtide.server.chat.event_formatter import EventFormatter
 from kvtide.server.chat.generation_path import GenerationPath
-from kvtide.server.request_parsing import Fields, ParsedRequest, read_json
+from kvtide.server.request_parsing import ParsedRequest, RequestFields, read_json
 from kvtide.server.response_formatting import Answer
 
 
@@ -29,8 +29,8 @@ class MessagesRoutes:
     async def _messages(self, request: web.Request) -> web.StreamResponse:
         return await self._path.generate(request, self._parsed, self._formatter)
 
-    def _parsed(self, body: Fields) -> ParsedRequest:
-        return self._path.parser.chat(Fields(chat_body(body)))
+    def _parsed(self, body: RequestFields) -> ParsedRequest:
+        return self._path.parser.chat(RequestFields(chat_body(body)))
 
     def _formatter(self, parsed: ParsedRequest, answer: Answer) -> EventFormatter:
         return EventFormatter(parsed, answer, MessageWriter(answer.name), self._path.memory)
@@ -41,4 +41,4 @@ class MessagesRoutes:
         return web.json_response({"input_tokens": count})
 
     def _counted(self, raw: bytes) -> int:
-        return len(self._path.parser.chat_tokens(Fields(prompt_body(read_json(raw)))))
+        return len(self._path.parser.chat_tokens(RequestFields(prompt_body(read_json(raw)))))

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 from aiohttp import web
 
-from kvtide.server.request_parsing import Fields, ParsedRequest, RequestParser
+from kvtide.server.request_parsing import ParsedRequest, RequestFields, RequestParser
 from kvtide.server.response_formatting import FormatterFactory
 from kvtide.spec import ModelMemory
 
 Generate = Callable[
-    [web.Request, Callable[[Fields], ParsedRequest], FormatterFactory],
+    [web.Request, Callable[[RequestFields], ParsedRequest], FormatterFactory],
     Awaitable[web.StreamResponse],
 ]
 

@@ -35,7 +35,7 @@ from kvtide.server.handoff.handoff_fields import (
     HandoffSide,
 )
 from kvtide.server.handoff.handoff_settings import HandoffSettings, Role
-from kvtide.server.request_parsing import Fields
+from kvtide.server.request_parsing import RequestFields
 from kvtide.server.setting_values import is_address, is_loopback
 
 BOOTSTRAP = ("bootstrap_host", "bootstrap_port", "bootstrap_room")
@@ -56,7 +56,7 @@ class RouterConventions:
     address: HandoffAddress | None = None
     guarded: bool = False
 
-    def read(self, body: Fields, prompts: int, n: int) -> tuple[HandoffFields | None, ...]:
+    def read(self, body: RequestFields, prompts: int, n: int) -> tuple[HandoffFields | None, ...]:
         """The handoff of every choice, `n` for each prompt; None for those that have none.
 
         Where prompts have a room each, the first choice of a prompt takes it: the others find its
@@ -92,7 +92,9 @@ class RouterConventions:
 
     # -- bootstrap --------------------------------------------------------------------------
 
-    def _bootstrap(self, body: Fields, prompts: int, n: int) -> tuple[HandoffFields | None, ...]:
+    def _bootstrap(
+        self, body: RequestFields, prompts: int, n: int
+    ) -> tuple[HandoffFields | None, ...]:
         hosts, ports, rooms = (_each(body.get(name), name, prompts, n) for name in BOOTSTRAP)
         found: list[HandoffFields | None] = []
         for host, port, room in zip(hosts, ports, rooms, strict=True):
@@ -161,7 +163,9 @@ class RouterConventions:
 
     # -- kv_transfer_params -----------------------------------------------------------------
 
-    def _kv_prefill(self, body: Fields, prompts: int, n: int) -> tuple[HandoffFields | None, ...]:
+    def _kv_prefill(
+        self, body: RequestFields, prompts: int, n: int
+    ) -> tuple[HandoffFields | None, ...]:
         """The first choice of each prompt gets a room, which the response names."""
         if self.settings.role is Role.DECODE:
             raise _refusal(
@@ -184,7 +188,7 @@ class RouterConventions:
         )
 
     def _kv_decode(
-        self, transfer: Fields, prompts: int, n: int
+        self, transfer: RequestFields, prompts: int, n: int
     ) -> tuple[HandoffFields | None, ...]:
         self._check_receiving(KV_TRANSFER)
         peer = self._peer(transfer.get("remote_host"), transfer.get("remote_port"), "remote")

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from kvtide.engine.handoff.messages import Message, to_json
+from kvtide.engine.handoff.messages import HandoffMessage, to_json
 from kvtide.server.handoff.handoff_settings import HandoffSettings
 from kvtide.server.handoff.peer_commands import (
     ConcealMemory,
@@ -42,7 +42,7 @@ class DecodeSide:
 
     # -- from the engine and the server -----------------------------------------------------
 
-    def send(self, peer: str, message: Message) -> None:
+    def send(self, peer: str, message: HandoffMessage) -> None:
         """The engine's outbox. Never blocks."""
         with self._lock:
             if peer not in self._peers:
@@ -79,7 +79,7 @@ class DecodeSide:
     def revoke(self, peer: str) -> list[Json] | None:
         return self._service.run_from_thread(RevokeMemory(peer), COMMAND_S)
 
-    def tell(self, peer: str, message: Message) -> None:
+    def tell(self, peer: str, message: HandoffMessage) -> None:
         """What a peer says, or what is known of one that says nothing."""
         self._service.command_nowait(PeerSaid(peer, to_json(message)))
 

@@ -39,7 +39,7 @@ from kvtide.engine.handoff.messages import (
     Done,
     Failed,
     First,
-    Message,
+    HandoffMessage,
     Reserve,
     Silent,
     StopWriting,
@@ -74,7 +74,7 @@ class OwnSide(Protocol):
     def hello(self, descriptors: list[Json]) -> Json: ...
     def expose(self, peer: str) -> list[Json]: ...
     def revoke(self, peer: str) -> list[Json] | None: ...
-    def tell(self, peer: str, message: Message) -> None: ...
+    def tell(self, peer: str, message: HandoffMessage) -> None: ...
     def lost(self, peer: str) -> None: ...
     def retire(self, peer: str, is_idle: Callable[[], bool]) -> bool: ...
 
@@ -133,7 +133,7 @@ class _Opened:
 class _Waiting:
     """Messages for a connection that is being opened."""
 
-    messages: tuple[Message, ...]
+    messages: tuple[HandoffMessage, ...]
     since: float
 
 
@@ -144,7 +144,7 @@ class PrefillConnection:
         self.address, self._side = address, side
         self.last_error = ""
         self._patience_s = min(PATIENCE_S, side.timeout_s)
-        self._queue: queue.SimpleQueue[Message | _Opened | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[HandoffMessage | _Opened | None] = queue.SimpleQueue()
         self._connection: _Channel | None = None
         self._former: list[_Channel] = []
         self._opening_since: float | None = None
@@ -181,7 +181,7 @@ class PrefillConnection:
             "last_error": self.last_error,
         }
 
-    def send(self, message: Message) -> None:
+    def send(self, message: HandoffMessage) -> None:
         """Never blocks."""
         self._queue.put(message)
 
@@ -226,7 +226,7 @@ class PrefillConnection:
             self._forget_connections()
         return retires
 
-    def _deliver(self, message: Message) -> None:
+    def _deliver(self, message: HandoffMessage) -> None:
         match message:
             case Ask():
                 self._ask = message  # It goes with its reservation, or not at all.
@@ -239,7 +239,7 @@ class PrefillConnection:
             case _:
                 self._send_soon(message)
 
-    def _send_soon(self, *messages: Message) -> None:
+    def _send_soon(self, *messages: HandoffMessage) -> None:
         """Send over the connection that there is, or over the next one if that comes soon."""
         now = time.monotonic()
         if self.connected:
@@ -252,7 +252,7 @@ class PrefillConnection:
         else:
             self._give_up(messages, self.last_error or "it does not answer")
 
-    def _send(self, messages: tuple[Message, ...]) -> None:
+    def _send(self, messages: tuple[HandoffMessage, ...]) -> None:
         connection = self._connection
         assert connection is not None
         reserves = [message for message in messages if isinstance(message, Reserve)]
@@ -265,7 +265,7 @@ class PrefillConnection:
                 unsaid = [each for each in reserves if self._sent.pop(each.epoch, None)]
             self._give_up(tuple(unsaid), "the connection ended")
 
-    def _give_up(self, messages: tuple[Message, ...], problem: str) -> None:
+    def _give_up(self, messages: tuple[HandoffMessage, ...], problem: str) -> None:
         """The peer cannot be reached: its requests are prefilled here."""
         reason = f"prefill server {self.address}: {problem}"
         for message in messages:
@@ -287,7 +287,7 @@ class PrefillConnection:
         elif self._is_known(unsilent):
             self._send_now(message)
 
-    def _send_now(self, message: Message) -> None:
+    def _send_now(self, message: HandoffMessage) -> None:
         """Send over the connection that there is, or not at all."""
         if self.connected:
             self._send((message,))
@@ -413,7 +413,7 @@ class PrefillConnection:
                 self._sent.pop(epoch, None)
         self._report(message)
 
-    def _report(self, message: Message) -> None:
+    def _report(self, message: HandoffMessage) -> None:
         self._side.tell(self.address, message)
 
     # -- deadlines and silence --------------------------------------------------------------

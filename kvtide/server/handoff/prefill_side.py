@@ -24,7 +24,7 @@ from kvtide.engine.handoff.messages import (
     Done,
     Failed,
     First,
-    Message,
+    HandoffMessage,
     Reserve,
     Silent,
     StopWriting,
@@ -185,7 +185,7 @@ class PrefillSide:
                 self._rooms[room] = left
             self._refused.pop(room, None)
 
-    def _send(self, room: str, message: Message) -> None:
+    def _send(self, room: str, message: HandoffMessage) -> None:
         """To the connection that has the room and epoch; from any thread."""
         assert isinstance(message, (Written, First, Complete, Failed, Silent))
         with self._lock:

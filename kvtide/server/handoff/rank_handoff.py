@@ -16,7 +16,7 @@ from contextlib import suppress
 from typing import Any
 
 from kvtide.engine import Engine, RankTopology
-from kvtide.engine.handoff.messages import Message
+from kvtide.engine.handoff.messages import HandoffMessage
 from kvtide.engine.handoff.own_memory import source_memory, target_memory
 from kvtide.engine.handoff.page_writer import PageWriter
 from kvtide.engine.handoff.rank_exchange import exchange
@@ -48,7 +48,7 @@ class RankHandoff:
 
     def __init__(self, engine: Engine, topology: RankTopology, settings: HandoffSettings) -> None:
         self._engine, self._topology, self._settings = engine, topology, settings
-        self.sends: Callable[[str, Message], None] = _unheard
+        self.sends: Callable[[str, HandoffMessage], None] = _unheard
         self.processes = self._exchanged(ProcessIdentity.own().to_json())
         self.manifests: list[Json] = []
         self._exposed: dict[str, Transport] = {}
@@ -184,5 +184,5 @@ class RankHandoff:
                 transport.close()
 
 
-def _unheard(room: str, message: Message) -> None:
+def _unheard(room: str, message: HandoffMessage) -> None:
     """No peer is connected yet."""

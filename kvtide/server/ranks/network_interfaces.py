@@ -35,15 +35,15 @@ def interface_of(address: str) -> str | None:
     return table.get(wanted)
 
 
-Table = dict[ipaddress.IPv4Address | ipaddress.IPv6Address, str]
+InterfaceNames = dict[ipaddress.IPv4Address | ipaddress.IPv6Address, str]
 
 
-def _ipv4() -> Table:
+def _ipv4() -> InterfaceNames:
     room = array.array("B", bytes(_ENTRIES * _ENTRY_BYTES))
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         asked = struct.pack("iL", len(room), room.buffer_info()[0])
         filled, _ = struct.unpack("iL", fcntl.ioctl(any_socket, _SIOCGIFCONF, asked))
-    table: Table = {}
+    table: InterfaceNames = {}
     for at in range(0, filled, _ENTRY_BYTES):
         name = bytes(room[at : at + _NAME_BYTES]).partition(b"\0")[0].decode()
         number = bytes(room[at + _ADDRESS_AT : at + _ADDRESS_AT + 4])
@@ -51,7 +51,7 @@ def _ipv4() -> Table:
     return table
 
 
-def _ipv6() -> Table:
+def _ipv6() -> InterfaceNames:
     if not _IPV6_TABLE.exists():
         return {}
     rows = (line.split() for line in _IPV6_TABLE.read_text().splitlines())

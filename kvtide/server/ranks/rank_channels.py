@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from typing import Protocol
 
 from kvtide.server.ranks.step_watch import StuckStep
-from kvtide.transfer.peer.channel import Channel, ChannelError, Listener, Message, connect
+from kvtide.transfer.peer.channel import Channel, ChannelError, Listener, WireMessage, connect
 
 HANDSHAKE_S = 10.0
 RETRY_S = 0.1
@@ -35,11 +35,11 @@ class MeetingPlace:
     port: int
     secret: bytes
 
-    def to_json(self) -> Message:
+    def to_json(self) -> WireMessage:
         return {"host": self.host, "port": self.port, "secret": self.secret.hex()}
 
     @classmethod
-    def from_json(cls, found: Message) -> MeetingPlace:
+    def from_json(cls, found: WireMessage) -> MeetingPlace:
         return cls(found["host"], found["port"], bytes.fromhex(found["secret"]))
 
 
@@ -67,7 +67,7 @@ class RankChannels:
         place: MeetingPlace,
         ranks: Collection[int],
         silence_s: float,
-        answer: Callable[[Message], Message],
+        answer: Callable[[WireMessage], WireMessage],
         events: RankEvents,
     ) -> None:
         self._awaited = set(ranks)
@@ -100,7 +100,7 @@ class RankChannels:
             channel.join(max(0.0, deadline - time.monotonic()))
             channel.close("the server has ended")
 
-    def _answer(self, hello: Message) -> Message:
+    def _answer(self, hello: WireMessage) -> WireMessage:
         with self._came:
             if hello.get("rank") not in self._awaited:
                 raise ChannelError(f"rank {hello.get('rank')} is not awaited here")
@@ -118,7 +118,7 @@ class RankChannels:
             lambda message: self._hear(rank, message), lambda reason: self._end(rank, reason)
         )
 
-    def _hear(self, rank: int, message: Message) -> None:
+    def _hear(self, rank: int, message: WireMessage) -> None:
         if STUCK in message:
             self._events.on_stuck(rank, StuckStep(**message[STUCK]))
         if SIGNAL in message:
@@ -136,7 +136,7 @@ class LeaderChannel:
     def __init__(
         self,
         place: MeetingPlace,
-        hello: Message,
+        hello: WireMessage,
         silence_s: float,
         timeout_s: float,
         on_lost: Callable[[str], None],
@@ -148,7 +148,7 @@ class LeaderChannel:
         self._channel.start(lambda message: None, self._closed)
 
     @property
-    def hello(self) -> Message:
+    def hello(self) -> WireMessage:
         """The leader's hello."""
         return self._channel.hello
 
@@ -170,7 +170,9 @@ class LeaderChannel:
             self._on_lost(reason)
 
 
-def _connected(place: MeetingPlace, hello: Message, silence_s: float, deadline: float) -> Channel:
+def _connected(
+    place: MeetingPlace, hello: WireMessage, silence_s: float, deadline: float
+) -> Channel:
     """Tries again while nothing listens there: the leader may start later."""
     while True:
         try:

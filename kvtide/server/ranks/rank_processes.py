@@ -36,7 +36,7 @@ from kvtide.server.ranks.step_watch import StepClock, StepWatch, StuckStep
 from kvtide.server.ranks.worker_processes import PEER_LOST, WorkerProcesses
 from kvtide.server.setting_values import SettingsError
 from kvtide.server.settings import Settings
-from kvtide.transfer.peer.channel import ChannelError, Message
+from kvtide.transfer.peer.channel import ChannelError, WireMessage
 
 EXIT_S = 10.0
 """Workers get this long to exit after the last command."""
@@ -199,7 +199,7 @@ class _OtherRanks:
         self.workers.close(timeout_s)
         self.channels.close(max(0.0, deadline - time.monotonic()))
 
-    def _answer(self, hello: Message) -> Message:
+    def _answer(self, hello: WireMessage) -> WireMessage:
         if (flaw := difference(self._shared, hello["settings"])) is not None:
             raise ChannelError(flaw)
         return {"store_port": self._store_port}

@@ -34,7 +34,7 @@ from kvtide.server.chat.chat_turns import (
     with_template_variables,
 )
 from kvtide.server.refused_fields import RESPONSES, refuse
-from kvtide.server.request_parsing import Fields
+from kvtide.server.request_parsing import RequestFields
 from kvtide.server.responses.encrypted_reasoning import INCLUDED, decrypted
 
 MARGIN = 100
@@ -67,7 +67,9 @@ class ResponsesRequest:
     encrypts: bool
 
 
-def read_request(body: Fields, chain: Callable[[str], list[Json] | None]) -> ResponsesRequest:
+def read_request(
+    body: RequestFields, chain: Callable[[str], list[Json] | None]
+) -> ResponsesRequest:
     """`chain` gives the items up to a stored response."""
     refuse(body.values, RESPONSES)
     items = _items(body.get("input"))
@@ -107,7 +109,7 @@ def read_request(body: Fields, chain: Callable[[str], list[Json] | None]) -> Res
     return ResponsesRequest(chat, items, store, previous, echoed, warnings, encrypts)
 
 
-def _included(body: Fields) -> tuple[str, ...]:
+def _included(body: RequestFields) -> tuple[str, ...]:
     """`include`; what it may ask of tools of OpenAI's own never comes."""
     included = body.texts("include", MAX_INCLUDED)
     if LOGPROBS in included:
@@ -129,7 +131,7 @@ def _check_depth(kept: object) -> None:
         raise RequestError("the body is nested too deeply; send less of it", None) from None
 
 
-def _echoed(body: Fields) -> Json:
+def _echoed(body: RequestFields) -> Json:
     metadata = body.object("metadata").values
     if len(metadata) > MAX_METADATA or not all(
         isinstance(value, str) and len(value) <= MAX_METADATA_TEXT for value in metadata.values()
@@ -299,7 +301,7 @@ def _chosen(tool: object) -> object:
     return {"type": "function", "function": {"name": tool.get("name")}}
 
 
-def _response_format(text: Fields) -> Json | None:
+def _response_format(text: RequestFields) -> Json | None:
     form = text.object("format")
     kind = form.get("type") or "text"
     if kind in ("text", "json_object"):

@@ -17,7 +17,7 @@ from kvtide.server.chat.chat_turns import Json
 from kvtide.server.chat.event_formatter import EventFormatter
 from kvtide.server.chat.generation_path import GenerationPath
 from kvtide.server.error_responses import refusal
-from kvtide.server.request_parsing import Fields, ParsedRequest
+from kvtide.server.request_parsing import ParsedRequest, RequestFields
 from kvtide.server.response_formatting import Answer
 from kvtide.server.responses.response_history import ResponseHistory
 from kvtide.server.responses.responses_request import ResponsesRequest, read_request
@@ -79,10 +79,10 @@ class _Exchange:
         self._history = history
         self._asked: ResponsesRequest | None = None
 
-    def parse(self, body: Fields) -> ParsedRequest:
+    def parse(self, body: RequestFields) -> ParsedRequest:
         self._asked = read_request(body, self._history.chain)
         try:
-            return self._path.parser.chat(Fields(self._asked.chat), DEFAULT_RESPONSE_TOKENS)
+            return self._path.parser.chat(RequestFields(self._asked.chat), DEFAULT_RESPONSE_TOKENS)
         except RequestError as refusal:
             refusal.param = _FIELDS.get(refusal.param or "", refusal.param)
             raise

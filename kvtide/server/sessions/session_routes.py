@@ -30,7 +30,7 @@ from kvtide.server.refused_fields import CHAT, COMPLETION, refuse
 from kvtide.server.request_parsing import (
     MAX_PRIORITY,
     TEMPLATE_FIELDS,
-    Fields,
+    RequestFields,
     RequestParser,
     read_json,
 )
@@ -76,7 +76,7 @@ class SessionRoutes:
 
     async def _release(self, request: web.Request) -> web.Response:
         raw = await request.read()
-        body = read_json(raw) if raw.strip() else Fields({})
+        body = read_json(raw) if raw.strip() else RequestFields({})
         session = checked_id(request.match_info["id"])
         name = session_name(_namespace(body), session or "")
         if not await self._service.command(ReleaseSession(name, time.monotonic())):
@@ -110,7 +110,7 @@ class SessionRoutes:
         finally:
             self._service.command_nowait(EndPrefetch(command.number))
 
-    def _command(self, body: Fields, timeout_s: float) -> BeginPrefetch:
+    def _command(self, body: RequestFields, timeout_s: float) -> BeginPrefetch:
         """On a thread: a long prompt takes a while to tokenize."""
         namespace = _namespace(body)
         session = checked_id(body.text("session_id", ""))
@@ -133,14 +133,14 @@ class SessionRoutes:
             now=time.monotonic(),
         )
 
-    def _checked(self, body: Fields, given: str) -> CheckedRequest:
+    def _checked(self, body: RequestFields, given: str) -> CheckedRequest:
         """The prompt as a request with the same fields would have it."""
         refuse(body.values, CHAT if given == "messages" else COMPLETION)
         if given == "messages":
             values = {name: body.get(name) for name in CHAT_FIELDS}
-            return self._parser.chat(Fields(values | {"max_tokens": 0})).choices[0]
+            return self._parser.chat(RequestFields(values | {"max_tokens": 0})).choices[0]
         values = {name: body.get(name) for name in ("model", "prompt")}
-        choices = self._parser.completion(Fields(values | {"max_tokens": 0})).choices
+        choices = self._parser.completion(RequestFields(values | {"max_tokens": 0})).choices
         if len(choices) > 1:
             raise RequestError(
                 "there are several prompts; prefetch them one by one", param="prompt"
@@ -173,11 +173,11 @@ def _sessions(engine: Engine) -> dict[str, Any]:
 # -- bodies -----------------------------------------------------------------------------------
 
 
-def _namespace(body: Fields) -> Namespace:
+def _namespace(body: RequestFields) -> Namespace:
     return Namespace(cache_salt=body.text("cache_salt", ""))
 
 
-def _timeout(body: Fields) -> float:
+def _timeout(body: RequestFields) -> float:
     value = body.number("timeout_seconds", DEFAULT_TIMEOUT_S)
     if not 0 <= value <= MAX_TIMEOUT_S:
         raise RequestError(

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from kvtide.storage.codec import planes
-from kvtide.storage.codec.planes import Bytes
+from kvtide.storage.codec.planes import ByteArray
 from kvtide.storage.objects import ObjectFormat
 
 
@@ -27,10 +27,10 @@ class Codec(Protocol):
     def bound(self, raw_bytes: int) -> int:
         """The most that so many bytes become; it grows with them."""
 
-    def encode(self, raw: Bytes, target: Bytes) -> int:
+    def encode(self, raw: ByteArray, target: ByteArray) -> int:
         """Write to a target of `bound` bytes at least; how many were written."""
 
-    def decode(self, coded: Bytes, target: Bytes) -> None:
+    def decode(self, coded: ByteArray, target: ByteArray) -> None:
         """Fill a target of the raw length; raises `CorruptObjectError`."""
 
 
@@ -45,8 +45,8 @@ class Lossless:
     def bound(self, raw_bytes: int) -> int:
         return planes.bound(raw_bytes)
 
-    def encode(self, raw: Bytes, target: Bytes) -> int:
+    def encode(self, raw: ByteArray, target: ByteArray) -> int:
         return planes.encode(raw, target)
 
-    def decode(self, coded: Bytes, target: Bytes) -> None:
+    def decode(self, coded: ByteArray, target: ByteArray) -> None:
         planes.decode(coded, target)

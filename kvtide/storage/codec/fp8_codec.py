@@ -24,7 +24,7 @@ import numpy as np
 from kvtide.spec import Encoding, PoolSpec
 from kvtide.storage.codec import fp8_rows, planes
 from kvtide.storage.codec.fp8_rows import KINDS, Kind
-from kvtide.storage.codec.planes import Bytes
+from kvtide.storage.codec.planes import ByteArray
 from kvtide.storage.objects import CorruptObjectError, ObjectFormat
 
 ATTENDED = frozenset({"k", "v", "kv", "latent", "rope"})
@@ -63,13 +63,13 @@ class Fp8:
     def bound(self, raw_bytes: int) -> int:
         return _COUNT.size + planes.bound(raw_bytes)
 
-    def encode(self, raw: Bytes, target: Bytes) -> int:
+    def encode(self, raw: ByteArray, target: ByteArray) -> int:
         rounded, parts = self._rounded(raw)
         head = _COUNT.pack(len(parts)) + b"".join(_RUN.pack(*part) for part in parts)
         target[: len(head)] = np.frombuffer(head, np.uint8)
         return len(head) + planes.encode(_staged(rounded, parts), target[len(head) :])
 
-    def decode(self, coded: Bytes, target: Bytes) -> None:
+    def decode(self, coded: ByteArray, target: ByteArray) -> None:
         parts, body = _head(coded)
         if not parts:
             planes.decode(body, target)
@@ -80,7 +80,7 @@ class Fp8:
         planes.decode(body, staged)
         _unstaged(staged, parts, target)
 
-    def _rounded(self, raw: Bytes) -> tuple[Bytes, Sequence[ByteRun]]:
+    def _rounded(self, raw: ByteArray) -> tuple[ByteArray, Sequence[ByteRun]]:
         """The object with rounded numbers and a new seal, and its runs; as it is, and none, if
         there is nothing to round."""
         known = (known for known in self._known if known[0].labels(raw.data))
@@ -141,7 +141,7 @@ def _worth_it(parts: Sequence[ByteRun]) -> bool:
     return sum(part.bytes - part.staged_bytes for part in parts) > len(parts) * _RUN.size
 
 
-def _all_finite(raw: Bytes, parts: Sequence[ByteRun]) -> bool:
+def _all_finite(raw: ByteArray, parts: Sequence[ByteRun]) -> bool:
     at = 0
     for part in parts:
         here = raw[at : at + part.bytes]
@@ -151,7 +151,7 @@ def _all_finite(raw: Bytes, parts: Sequence[ByteRun]) -> bool:
     return True
 
 
-def _staged(raw: Bytes, parts: Sequence[ByteRun]) -> Bytes:
+def _staged(raw: ByteArray, parts: Sequence[ByteRun]) -> ByteArray:
     if not parts:
         return raw
     staged = np.empty(sum(part.staged_bytes for part in parts), np.uint8)
@@ -166,7 +166,7 @@ def _staged(raw: Bytes, parts: Sequence[ByteRun]) -> Bytes:
     return staged
 
 
-def _unstaged(staged: Bytes, parts: Sequence[ByteRun], target: Bytes) -> None:
+def _unstaged(staged: ByteArray, parts: Sequence[ByteRun], target: ByteArray) -> None:
     at = there = 0
     for part in parts:
         source, place = staged[there : there + part.staged_bytes], target[at : at + part.bytes]
@@ -177,7 +177,7 @@ def _unstaged(staged: Bytes, parts: Sequence[ByteRun], target: Bytes) -> None:
         at, there = at + part.bytes, there + part.staged_bytes
 
 
-def _head(coded: Bytes) -> tuple[list[ByteRun], Bytes]:
+def _head(coded: ByteArray) -> tuple[list[ByteRun], ByteArray]:
     """The runs, and what stands behind them."""
     (count,) = _COUNT.unpack(coded[: _COUNT.size].tobytes().ljust(_COUNT.size, b"\0"))
     end = _COUNT.size + count * _RUN.size

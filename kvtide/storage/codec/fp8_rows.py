@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from kvtide.spec import DType
 
-Bytes = npt.NDArray[np.uint8]
+ByteArray = npt.NDArray[np.uint8]
 Magnitudes = npt.NDArray[np.int16]
 """The exponent and three bits of mantissa, of a number in bf16 or fp32."""
 
@@ -59,13 +59,13 @@ def rounded_bytes(size: int, kind: Kind, elements: int) -> int:
     return count + count // elements
 
 
-def is_finite(raw: Bytes, kind: Kind) -> bool:
+def is_finite(raw: ByteArray, kind: Kind) -> bool:
     if kind is Kind.BF16:
         return not bool(((raw.view("<u2") & np.uint16(0x7F80)) == 0x7F80).any())
     return bool(np.isfinite(raw.view("<f2" if kind is Kind.FP16 else "<f4")).all())
 
 
-def encode(raw: Bytes, kind: Kind, elements: int, target: Bytes) -> None:
+def encode(raw: ByteArray, kind: Kind, elements: int, target: ByteArray) -> None:
     """Round finite numbers, in vectors of so many elements, into `rounded_bytes`."""
     rows, row_bytes = len(raw) // kind.size_bytes // elements, elements * kind.size_bytes
     bases, values = target[:rows], target[rows:].reshape(rows, elements)
@@ -80,7 +80,7 @@ def encode(raw: Bytes, kind: Kind, elements: int, target: Bytes) -> None:
         np.bitwise_or(vectors.astype(np.uint8), signs.reshape(-1, elements), out=values[some])
 
 
-def decode(coded: Bytes, kind: Kind, elements: int, target: Bytes) -> None:
+def decode(coded: ByteArray, kind: Kind, elements: int, target: ByteArray) -> None:
     """Fill the target with what `encode` made of as many bytes."""
     rows, row_bytes = len(target) // kind.size_bytes // elements, elements * kind.size_bytes
     bases, values = coded[:rows], coded[rows:].view(np.int8).reshape(rows, elements)
@@ -106,7 +106,7 @@ def _chunks(rows: int, row_bytes: int) -> Iterator[slice]:
     return (slice(at, min(rows, at + step)) for at in range(0, rows, step))
 
 
-def _apart(raw: Bytes, kind: Kind) -> tuple[Bytes, Magnitudes]:
+def _apart(raw: ByteArray, kind: Kind) -> tuple[ByteArray, Magnitudes]:
     """Sign bits, and magnitudes rounded to the nearest, ties to even."""
     if kind is Kind.BF16:
         words = raw.view("<u2")

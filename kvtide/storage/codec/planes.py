@@ -24,7 +24,7 @@ import numpy.typing as npt
 from kvtide.storage.codec import zstd
 from kvtide.storage.objects import CorruptObjectError
 
-Bytes = npt.NDArray[np.uint8]
+ByteArray = npt.NDArray[np.uint8]
 
 BLOCK_BYTES = 1 << 20
 """Few calls of large blocks: each takes the interpreter, which the engine needs."""
@@ -45,7 +45,7 @@ def bound(raw_bytes: int) -> int:
     return raw_bytes + _blocks(raw_bytes) * _BLOCK.size
 
 
-def encode(raw: Bytes, target: Bytes) -> int:
+def encode(raw: ByteArray, target: ByteArray) -> int:
     """Write the planes of `raw` into the target, of `bound` bytes at least; how many they are."""
     directory, at = bytearray(), _blocks(len(raw)) * _BLOCK.size
     for start in range(0, len(raw), BLOCK_BYTES):
@@ -60,7 +60,7 @@ def encode(raw: Bytes, target: Bytes) -> int:
     return at
 
 
-def decode(coded: Bytes, target: Bytes) -> None:
+def decode(coded: ByteArray, target: ByteArray) -> None:
     """Fill the target; raises if these are not the planes of so many bytes."""
     at = _blocks(len(target)) * _BLOCK.size
     if len(coded) < at:
@@ -83,7 +83,7 @@ def _blocks(size: int) -> int:
     return -(-size // BLOCK_BYTES)
 
 
-def _put(plane: Bytes, target: Bytes, *, dense: bool) -> int:
+def _put(plane: ByteArray, target: ByteArray, *, dense: bool) -> int:
     """A plane of the same length as the target is kept as it is."""
     size = None if dense or len(plane) < 2 else zstd.compress(plane, target[:-1])
     if size is None:
@@ -92,7 +92,7 @@ def _put(plane: Bytes, target: Bytes, *, dense: bool) -> int:
     return size
 
 
-def _take(coded: Bytes, size: int) -> Bytes:
+def _take(coded: ByteArray, size: int) -> ByteArray:
     if len(coded) == size:
         return coded
     plane = np.empty(size, np.uint8)
@@ -103,7 +103,7 @@ def _take(coded: Bytes, size: int) -> Bytes:
     return plane
 
 
-def _split(block: Bytes, width: int) -> Iterator[Bytes]:
+def _split(block: ByteArray, width: int) -> Iterator[ByteArray]:
     """From the least significant bytes to the most."""
     if width == 1:
         yield block
@@ -113,7 +113,7 @@ def _split(block: Bytes, width: int) -> Iterator[Bytes]:
         yield (words >> words.dtype.type(8 * place)).astype(np.uint8)
 
 
-def _join(planes: list[Bytes], block: Bytes) -> None:
+def _join(planes: list[ByteArray], block: ByteArray) -> None:
     width = len(planes)
     words, highest = block.view(WIDTHS[width]), planes[-1]
     if width == 1:
@@ -126,7 +126,7 @@ def _join(planes: list[Bytes], block: Bytes) -> None:
     words[:] = joined
 
 
-def _layout(block: Bytes) -> tuple[int, list[bool]]:
+def _layout(block: ByteArray) -> tuple[int, list[bool]]:
     """The width whose planes have the least entropy, and which of its planes are too dense."""
     words = len(block) // 4
     if len(block) % 4 or words < 16:

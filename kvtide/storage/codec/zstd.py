@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from kvtide.storage.store import StoreError
 
-Bytes = npt.NDArray[np.uint8]
+ByteArray = npt.NDArray[np.uint8]
 
 LIBRARY = "libzstd.so.1"
 MIN_VERSION = 10400
@@ -62,18 +62,18 @@ def library() -> ctypes.CDLL:
     return found
 
 
-def compress(source: Bytes, target: Bytes) -> int | None:
+def compress(source: ByteArray, target: ByteArray) -> int | None:
     """Compress into the target; the length, or None if that does not fit."""
     return _call("compress2", _contexts().compressor.handle, source, target)
 
 
-def decompress(source: Bytes, target: Bytes) -> None:
+def decompress(source: ByteArray, target: ByteArray) -> None:
     """Fill the target."""
     if _call("decompressDCtx", _contexts().decompressor.handle, source, target) != len(target):
         raise ZstdError(f"{len(source):,} bytes do not decompress to {len(target):,}")
 
 
-def _call(name: str, handle: int, source: Bytes, target: Bytes) -> int | None:
+def _call(name: str, handle: int, source: ByteArray, target: ByteArray) -> int | None:
     assert source.flags.c_contiguous and target.flags.c_contiguous and target.flags.writeable
     call: Callable[..., int] = getattr(library(), f"ZSTD_{name}")
     size = call(handle, target.ctypes.data, len(target), source.ctypes.data, len(source))

@@ -16,7 +16,7 @@ from kvtide.storage.file.folder import Folder
 from kvtide.storage.file.folder_catalog import Catalog
 from kvtide.storage.file.folder_follower import FolderSpace
 from kvtide.storage.file.journal import RECORD_BYTES, Words, key_words
-from kvtide.storage.file.object_table import NONE, ObjectPlaces, Rows
+from kvtide.storage.file.object_table import NONE, ObjectPlaces, ObjectRows
 from kvtide.storage.file.recovery import LAST_REMOVALS, enter, merge
 from kvtide.storage.file.segments import BLOCK_BYTES, SegmentFile
 from kvtide.storage.file.writer import Hole, Writer, sync
@@ -65,7 +65,7 @@ class FileStore:
             found: list[bool] = (self._find(key_words(keys)) != NONE).tolist()
         return found
 
-    def _find(self, words: Words) -> Rows:
+    def _find(self, words: Words) -> ObjectRows:
         """Rows of keys, after taking in other processes' changes. Under the lock."""
         self._state.look()
         return self._state.catalog.table.find(words, self._state.space)
@@ -186,7 +186,7 @@ class FileStore:
                 return Removed(objects, count)
             self._capacity.give_back(holes)
 
-    def _remove(self, rows: Rows) -> list[Hole]:
+    def _remove(self, rows: ObjectRows) -> list[Hole]:
         try:
             return self._state.writer.remove(rows)
         except OSError as error:

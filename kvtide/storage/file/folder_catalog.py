@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from kvtide.storage.file.file_settings import StoreCounts
 from kvtide.storage.file.folder import Folder
 from kvtide.storage.file.journal import RecordKind, Records, Tail, Words, blank, nothing
-from kvtide.storage.file.object_table import NONE, ObjectPlaces, ObjectTable, Rows
+from kvtide.storage.file.object_table import NONE, ObjectPlaces, ObjectRows, ObjectTable
 from kvtide.storage.file.segments import blocks_of
 
 MIN_QUEUED = 64
@@ -68,7 +68,7 @@ class Catalog:
         self.table = ObjectTable()
         self.segments: list[Known] = []
         self._numbers: dict[int, int] = {}
-        self._sorted: tuple[Words, Rows, Rows] | None = None
+        self._sorted: tuple[Words, ObjectRows, ObjectRows] | None = None
         self._spaces: dict[bytes, int] = {}
         self._tails: dict[int, Tail] = {}
         self.own: set[int] = set()
@@ -76,7 +76,7 @@ class Catalog:
         self._replaced: set[int] = set()
         self._missed = False
         self._early: Words = np.zeros(0, np.uint64)
-        self._queue: tuple[Rows, Words] = (np.zeros(0, np.int64), np.zeros(0, np.uint64))
+        self._queue: tuple[ObjectRows, Words] = (np.zeros(0, np.int64), np.zeros(0, np.uint64))
         self.blocks = 0
         self.additions = 0
         """Grows with every object that is added."""
@@ -236,7 +236,7 @@ class Catalog:
             records, which = records[known], which[known]
         return records, ObjectPlaces(numbers[which], records["block"], spaces[which])
 
-    def _sort(self) -> tuple[Words, Rows, Rows]:
+    def _sort(self) -> tuple[Words, ObjectRows, ObjectRows]:
         """All segments there ever were, by id: their numbers and spaces."""
         ids = np.sort(np.fromiter(self._numbers, np.uint64, len(self._numbers)))
         numbers = np.array([self._numbers[id] for id in ids.tolist()])
@@ -259,12 +259,12 @@ class Catalog:
                 self._queue = (self._queue[0][:0], self._queue[1][:0])
             self._count(self.table.add(keys, at, lengths, used), 1)
 
-    def drop(self, rows: Rows) -> None:
+    def drop(self, rows: ObjectRows) -> None:
         if len(rows):
             self._count(rows, -1)
             self.table.drop(rows)
 
-    def _count(self, rows: Rows, sign: int) -> None:
+    def _count(self, rows: ObjectRows, sign: int) -> None:
         segments, which = np.unique(self.table.segment[rows], return_inverse=True)
         lengths = self.table.length[rows]
         blocks = blocks_of(lengths)
@@ -279,11 +279,11 @@ class Catalog:
             known.blocks += sign * taken
         self.blocks += sign * int(blocks.sum())
 
-    def use(self, rows: Rows) -> None:
+    def use(self, rows: ObjectRows) -> None:
         self.table.used[rows] = self.clock.stamps(len(rows))
         self.table.fresh[rows] = True
 
-    def records_of(self, kind: RecordKind, rows: Rows) -> Records:
+    def records_of(self, kind: RecordKind, rows: ObjectRows) -> Records:
         """Records of one kind for rows."""
         records = blank(len(rows), kind)
         table = self.table
@@ -294,16 +294,16 @@ class Catalog:
         records["segment"] = ids[which]
         return records
 
-    def of_segments(self, numbers: Iterable[int]) -> Rows:
+    def of_segments(self, numbers: Iterable[int]) -> ObjectRows:
         rows = self.table.rows()
         return rows[np.isin(self.table.segment[rows], list(numbers))]
 
-    def of_space(self, space: int) -> Rows:
+    def of_space(self, space: int) -> ObjectRows:
         rows = self.table.rows()
-        ours: Rows = rows[self.table.space[rows] == space]
+        ours: ObjectRows = rows[self.table.space[rows] == space]
         return ours
 
-    def victims(self, blocks: int, max_rows: int) -> Rows:
+    def victims(self, blocks: int, max_rows: int) -> ObjectRows:
         """The least recently used rows that together hold so many blocks, at most `max_rows`.
 
         They come from a queue of the oldest rows, which is rebuilt when it is empty. A row used

@@ -18,7 +18,7 @@ from kvtide.storage.file.file_settings import StoreCounts
 from kvtide.storage.file.folder import Folder
 from kvtide.storage.file.folder_catalog import Catalog
 from kvtide.storage.file.journal import Words, key_words
-from kvtide.storage.file.object_table import NONE, ObjectPlaces, Rows
+from kvtide.storage.file.object_table import NONE, ObjectPlaces, ObjectRows
 from kvtide.storage.store import KEY_BYTES, StoreError
 
 
@@ -90,7 +90,7 @@ class _NotingCatalog(Catalog):
         self._noted.append(keys[at.space == self.followed])
         super().add(keys, at, lengths, used)
 
-    def drop(self, rows: Rows) -> None:
+    def drop(self, rows: ObjectRows) -> None:
         ours = rows[self.table.space[rows] == self.followed]
         self._noted.append(np.array(self.table.key[ours]))
         super().drop(rows)

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from kvtide.storage.file.journal import Words
 from kvtide.storage.file.segments import blocks_of
 
-Rows = NDArray[np.int64]
+ObjectRows = NDArray[np.int64]
 EMPTY, DELETED = -1, -2
 NONE = -1
 """The result of `find` for a key that has no row."""
@@ -71,10 +71,10 @@ class ObjectTable:
 
     # ── looking up ────────────────────────────────────────────────────────────────────────────
 
-    def find(self, keys: Words, space: int) -> Rows:
+    def find(self, keys: Words, space: int) -> ObjectRows:
         """A row for every key of the space, or NONE."""
 
-        def same(asked: Rows, rows: Rows) -> NDArray[np.bool_]:
+        def same(asked: ObjectRows, rows: ObjectRows) -> NDArray[np.bool_]:
             alike: NDArray[np.bool_] = self.key[rows, 0] == keys[asked, 0]
             some = np.flatnonzero(alike)
             whole = (self.key[rows[some]] == keys[asked[some]]).all(axis=1)
@@ -83,17 +83,19 @@ class ObjectTable:
 
         return self._probe(_hashes(keys, np.array([space], np.uint64)), same)
 
-    def find_at(self, keys: Words, places: ObjectPlaces) -> Rows:
+    def find_at(self, keys: Words, places: ObjectPlaces) -> ObjectRows:
         """The row at every place, or NONE. Keys and spaces only say where to look."""
 
-        def same(asked: Rows, rows: Rows) -> NDArray[np.bool_]:
+        def same(asked: ObjectRows, rows: ObjectRows) -> NDArray[np.bool_]:
             at_block: NDArray[np.bool_] = self.block[rows] == places.block[asked]
             at_segment: NDArray[np.bool_] = self.segment[rows] == places.segment[asked]
             return at_block & at_segment
 
         return self._probe(_hashes(keys, places.space.astype(np.uint64)), same)
 
-    def _probe(self, hashes: Words, same: Callable[[Rows, Rows], NDArray[np.bool_]]) -> Rows:
+    def _probe(
+        self, hashes: Words, same: Callable[[ObjectRows, ObjectRows], NDArray[np.bool_]]
+    ) -> ObjectRows:
         mask = len(self._slots) - 1
         found = np.full(len(hashes), NONE, np.int64)
         asked = np.arange(len(hashes))
@@ -110,7 +112,9 @@ class ObjectTable:
 
     # ── adding and dropping ───────────────────────────────────────────────────────────────────
 
-    def add(self, keys: Words, places: ObjectPlaces, lengths: NDArray[Any], used: Words) -> Rows:
+    def add(
+        self, keys: Words, places: ObjectPlaces, lengths: NDArray[Any], used: Words
+    ) -> ObjectRows:
         """New rows. No place among them may have a row already."""
         rows = self._take_rows(len(keys))
         self.key[rows], self.used[rows], self.length[rows] = keys, used, lengths
@@ -123,7 +127,7 @@ class ObjectTable:
             self._link(rows)
         return rows
 
-    def drop(self, rows: Rows) -> None:
+    def drop(self, rows: ObjectRows) -> None:
         """Forget rows, each of which is alive and named once."""
         hashes = _hashes(self.key[rows], self.space[rows].astype(np.uint64))
         mask = len(self._slots) - 1
@@ -140,7 +144,7 @@ class ObjectTable:
         self._free[self._free_count : needed] = rows
         self._free_count = needed
 
-    def _take_rows(self, count: int) -> Rows:
+    def _take_rows(self, count: int) -> ObjectRows:
         reused = min(count, self._free_count)
         self._free_count -= reused
         old = self._free[self._free_count : self._free_count + reused].astype(np.int64)
@@ -166,7 +170,7 @@ class ObjectTable:
         self._taken = 0
         self._link(self.rows())
 
-    def _link(self, rows: Rows) -> None:
+    def _link(self, rows: ObjectRows) -> None:
         """Put rows into slots: the first empty one behind where their hash points."""
         mask = len(self._slots) - 1
         hashes = _hashes(self.key[rows], self.space[rows].astype(np.uint64))
@@ -181,10 +185,10 @@ class ObjectTable:
 
     # ── the whole ─────────────────────────────────────────────────────────────────────────────
 
-    def rows(self) -> Rows:
+    def rows(self) -> ObjectRows:
         return np.flatnonzero(self.alive[: self._end])
 
-    def oldest(self, count: int) -> Rows:
+    def oldest(self, count: int) -> ObjectRows:
         """The rows used longest ago, oldest first."""
         rows = self.rows()
         used = self.used[rows]
@@ -193,10 +197,10 @@ class ObjectTable:
             rows, used = rows[kept], used[kept]
         return rows[np.argsort(used, kind="stable")]
 
-    def blocks(self, rows: Rows) -> NDArray[np.int64]:
+    def blocks(self, rows: ObjectRows) -> NDArray[np.int64]:
         return blocks_of(self.length[rows])
 
-    def places(self, rows: Rows) -> ObjectPlaces:
+    def places(self, rows: ObjectRows) -> ObjectPlaces:
         return ObjectPlaces(self.segment[rows], self.block[rows], self.space[rows])
 
 

@@ -25,7 +25,7 @@ from kvtide.storage.file.file_settings import StoreCounts
 from kvtide.storage.file.folder import Folder
 from kvtide.storage.file.folder_catalog import Catalog
 from kvtide.storage.file.journal import Journal, RecordKind, Words, blank, segment_of
-from kvtide.storage.file.object_table import ObjectPlaces, Rows
+from kvtide.storage.file.object_table import ObjectPlaces, ObjectRows
 from kvtide.storage.file.segments import (
     BLOCK_BYTES,
     Appender,
@@ -151,7 +151,7 @@ class Writer:
 
     # ── removing ──────────────────────────────────────────────────────────────────────────────
 
-    def remove(self, rows: Rows) -> list[Hole]:
+    def remove(self, rows: ObjectRows) -> list[Hole]:
         """Remove objects; the caller punches the holes. OSError and nothing changed otherwise."""
         if not len(rows):
             return []

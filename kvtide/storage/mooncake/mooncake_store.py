@@ -39,7 +39,7 @@ from kvtide.storage.store import MISSING, LingeringError, Removed, StoreError, S
 from kvtide.storage.url import StoreURL
 
 T = TypeVar("T")
-Transfer = Callable[[Sequence[str], Sequence[int], Sequence[int]], list[int]]
+MooncakeCall = Callable[[Sequence[str], Sequence[int], Sequence[int]], list[int]]
 
 THREADS = 8
 REGISTERED_PER_S = 10**9
@@ -250,7 +250,7 @@ class MooncakeStore:
 
     def _move(
         self,
-        call: Transfer,
+        call: MooncakeCall,
         names: Sequence[str],
         pieces: Sequence[StagedPiece],
         deadline: float,

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 Buffer = bytes | bytearray | memoryview
-Reply = Any
+RedisReply = Any
 
 _BUFFER_BYTES = 64 << 10
 _MAX_PARTS = 512
@@ -123,7 +123,7 @@ class Connection:
         self._expect_end(deadline)
         return length if fits else None
 
-    def reply(self, deadline: float) -> Reply:
+    def reply(self, deadline: float) -> RedisReply:
         """Any reply, as a value."""
         line = self._line(deadline)
         match line[:1]:

@@ -47,16 +47,16 @@ from kvtide.transfer.peer.channel_wire import (
     MAX_REASON_BYTES,
     MESSAGE,
     ChannelError,
-    Message,
     Wire,
+    WireMessage,
     decoded,
     encoded,
     printable,
 )
 
-__all__ = ["Channel", "ChannelError", "Listener", "Message", "check_secret", "connect"]
+__all__ = ["Channel", "ChannelError", "Listener", "WireMessage", "check_secret", "connect"]
 
-OnMessage = Callable[[Message], None]
+OnMessage = Callable[[WireMessage], None]
 OnClosed = Callable[[str], None]
 
 VERSION = 1
@@ -125,11 +125,11 @@ def _new_preface() -> bytes:
     return _PREFACE.pack(_MAGIC, VERSION, secrets.token_bytes(32))
 
 
-def _wrapped(hello: Message, silence_s: float) -> bytes:
+def _wrapped(hello: WireMessage, silence_s: float) -> bytes:
     return encoded({"silence_s": silence_s, "hello": hello})
 
 
-def _unwrapped(body: bytes) -> tuple[Message, float]:
+def _unwrapped(body: bytes) -> tuple[WireMessage, float]:
     wrapped = decoded(body)
     hello, silence_s = wrapped.get("hello"), wrapped.get("silence_s")
     if not isinstance(hello, dict) or not isinstance(silence_s, int | float) or silence_s <= 0:
@@ -140,7 +140,7 @@ def _unwrapped(body: bytes) -> tuple[Message, float]:
 def connect(
     host: str,
     port: int,
-    hello: Message,
+    hello: WireMessage,
     *,
     secret: bytes = b"",
     timeout_s: float = 5.0,
@@ -179,12 +179,12 @@ def _greet(
     return Channel(wire, handshake.keys(connecting=True), theirs, silence_s, pace_s)
 
 
-Answer = Callable[[Message], Message]
+Handler = Callable[[WireMessage], WireMessage]
 """From the hello of a peer that knows the secret to one's own; raises ChannelError to refuse."""
 
 
 def _welcome(
-    wire: Wire, handshake: _Handshake, answer: Answer, silence_s: float, timeout_s: float
+    wire: Wire, handshake: _Handshake, answer: Handler, silence_s: float, timeout_s: float
 ) -> Channel:
     """The listening end of `_greet`. `answer` takes as long as it needs."""
     deadline = time.monotonic() + timeout_s
@@ -212,7 +212,7 @@ class Channel:
     """One end. `hello` is the other end's. Nothing is read before `start`."""
 
     def __init__(
-        self, wire: Wire, keys: _Keys, hello: Message, silence_s: float, heartbeat_s: float
+        self, wire: Wire, keys: _Keys, hello: WireMessage, silence_s: float, heartbeat_s: float
     ) -> None:
         self.hello = hello
         self.peer_address = wire.peer
@@ -240,7 +240,7 @@ class Channel:
             for thread in self._threads:
                 thread.start()
 
-    def send(self, message: Message) -> bool:
+    def send(self, message: WireMessage) -> bool:
         """Queue a message; never blocks. False: the channel is closed, and it is dropped."""
         return self._queue(MESSAGE, encoded(message))
 
@@ -356,7 +356,7 @@ class Listener:
         self,
         host: str,
         port: int,
-        answer: Answer,
+        answer: Handler,
         on_channel: Callable[[Channel], None],
         *,
         secret: bytes = b"",

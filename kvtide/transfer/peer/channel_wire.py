@@ -10,7 +10,7 @@ import time
 from contextlib import suppress
 from typing import Any
 
-Message = dict[str, Any]
+WireMessage = dict[str, Any]
 
 HELLO, MESSAGE, HEARTBEAT, FAREWELL, REFUSED = b"H", b"M", b"B", b"F", b"R"
 """The kinds of frames."""
@@ -138,11 +138,11 @@ def printable(body: bytes) -> str:
     return "".join(c if c.isprintable() else "?" for c in body.decode(errors="replace"))
 
 
-def encoded(message: Message) -> bytes:
+def encoded(message: WireMessage) -> bytes:
     return json.dumps(message, separators=(",", ":")).encode()
 
 
-def decoded(body: bytes) -> Message:
+def decoded(body: bytes) -> WireMessage:
     try:
         message = json.loads(body)
     except (ValueError, RecursionError) as error:

@@ -36,7 +36,7 @@ from kvtide.tiers.arena import Arena, SharedFile
 
 PROTOCOLS = ("tcp", "rdma")
 """Of Mooncake's engine."""
-MemoryKind = Literal["host", "device"]
+HostOrDevice = Literal["host", "device"]
 Column = npt.NDArray[np.int64]
 Descriptor = dict[str, Any]
 """Exposed memory as JSON: `transport` names the transport, the rest is its own."""
@@ -62,13 +62,13 @@ class Region:
 
     address: int
     bytes: int
-    kind: MemoryKind = "host"
+    kind: HostOrDevice = "host"
     shared: SharedFile | None = None
 
     @classmethod
     def of(cls, arena: Arena) -> Region:
         """All of an arena."""
-        kind: MemoryKind = "host" if arena.data.device.type == "cpu" else "device"
+        kind: HostOrDevice = "host" if arena.data.device.type == "cpu" else "device"
         return cls(arena.data.data_ptr(), arena.bytes, kind, arena.shared)
 
 
@@ -86,7 +86,7 @@ class WriteBatch:
     region: Column
     target: Column
     bytes: Column
-    source_kind: MemoryKind = "host"
+    source_kind: HostOrDevice = "host"
 
     def __post_init__(self) -> None:
         assert len(self.source) == len(self.region) == len(self.target) == len(self.bytes)
@@ -98,7 +98,7 @@ class WriteBatch:
         target: npt.ArrayLike,
         sizes: npt.ArrayLike,
         region: npt.ArrayLike = 0,
-        source_kind: MemoryKind = "host",
+        source_kind: HostOrDevice = "host",
     ) -> WriteBatch:
         """From arrays or lists; a single number counts for all rows."""
         given = (

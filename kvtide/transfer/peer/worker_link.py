@@ -37,7 +37,7 @@ WRITE_STEPS = {
     (WriteState.GIVEN_UP, WriteState.OVER),
 }
 
-Transfer = Callable[[Requests, float], None]
+MoveRequests = Callable[[Requests, float], None]
 """Write with the library until a deadline; raises TransportError."""
 
 
@@ -51,7 +51,7 @@ class WorkerLink:
         name: str,
         bases: list[int],
         sizes: list[int],
-        transfer: Transfer,
+        transfer: MoveRequests,
         staging: SendStaging,
         let_go: Callable[[], None] = lambda: None,
     ) -> None:

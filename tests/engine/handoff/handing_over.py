@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 from kvtide.cache import CacheConfig, TieredCache, Tokens
 from kvtide.engine import Engine, Request, RequestParams, SampledToken, SamplingParams
 from kvtide.engine.handoff.handoff_source import HandoffSource
-from kvtide.engine.handoff.messages import Ask, Message, from_json, to_json
+from kvtide.engine.handoff.messages import Ask, HandoffMessage, from_json, to_json
 from kvtide.engine.handoff.own_memory import source_memory, target_memory
 from kvtide.engine.handoff.page_writer import PageWriter
 from kvtide.engine.handoff.reports import RankReports
@@ -62,9 +62,9 @@ class Pair:
     writer: PageWriter
     to_prefill: deque[str] = field(default_factory=deque)
     to_decode: deque[str] = field(default_factory=deque)
-    log: list[Message] = field(default_factory=list)
+    log: list[HandoffMessage] = field(default_factory=list)
     rooms: int = 0
-    passes: Callable[[Message], bool] = lambda message: True
+    passes: Callable[[HandoffMessage], bool] = lambda message: True
     checked: bool = True
     random: Random = field(default_factory=lambda: Random(5))
 
@@ -142,21 +142,21 @@ class Pair:
         while (message := self._next(self.to_decode)) is not None:
             self.at_decode(message)
 
-    def _next(self, queue: deque[str]) -> Message | None:
+    def _next(self, queue: deque[str]) -> HandoffMessage | None:
         message = from_json(json.loads(queue[0])) if queue else None
         if message is None or not self.passes(message):
             return None
         queue.popleft()
         return message
 
-    def at_prefill(self, message: Message) -> None:
+    def at_prefill(self, message: HandoffMessage) -> None:
         self.log.append(message)
         if isinstance(message, Ask):
             self.prefill.submit(asked_params(message.room, message.request))
         else:
             self.prefill.handoffs.receive(DECODE, message)
 
-    def at_decode(self, message: Message) -> None:
+    def at_decode(self, message: HandoffMessage) -> None:
         self.log.append(message)
         self.decode.handoffs.receive(PEER, message)
 

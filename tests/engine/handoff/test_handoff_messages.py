@@ -18,7 +18,7 @@ from kvtide.engine.handoff.messages import (
     Done,
     Failed,
     First,
-    Message,
+    HandoffMessage,
     MessageError,
     PagePlaces,
     Reserve,
@@ -39,7 +39,7 @@ from tests.engine.restoring import PAGE
 
 FAMILY = "llama"
 PLACES = PagePlaces("kv", 3, np.array([0, 5], np.int32), np.array([7, 2], np.int32))
-MESSAGES: tuple[Message, ...] = (
+MESSAGES: tuple[HandoffMessage, ...] = (
     Ask("room", {"tokens": "AQAAAA==", "sampling": {}}),
     Reserve("room", 7, "digest", 5, (PLACES,), 1),
     StopWriting("room", 7),
@@ -64,7 +64,7 @@ def pair(shared: Pair) -> Iterator[Pair]:
     yield from shared.lent()
 
 
-def plain(message: Message) -> dict[str, Any]:
+def plain(message: HandoffMessage) -> dict[str, Any]:
     found: dict[str, Any] = json.loads(json.dumps(to_json(message)))
     return found
 
@@ -73,7 +73,7 @@ def plain(message: Message) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda each: type(each).__name__)
-def test_messages_survive_json(message: Message) -> None:
+def test_messages_survive_json(message: HandoffMessage) -> None:
     back = from_json(plain(message))
     assert type(back) is type(message) and to_json(back) == to_json(message)
     if isinstance(back, Reserve):
@@ -89,7 +89,7 @@ WRONG: tuple[Any, ...] = (None, True, "x", 1.5, [], {}, [1], {"a": "b"}, [["x", 
 
 
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda each: type(each).__name__)
-def test_fields_of_another_type_are_refused(message: Message) -> None:
+def test_fields_of_another_type_are_refused(message: HandoffMessage) -> None:
     values = plain(message)
     for name in values:
         with pytest.raises(MessageError):
@@ -176,7 +176,7 @@ def test_a_request_that_is_none_is_refused(wrong: dict[str, Any]) -> None:
 @pytest.mark.parametrize("ranks", [(0, 1), (1, 0)])
 def test_one_rank_has_captured_what_the_first_draft_needs(ranks: tuple[int, int]) -> None:
     """The last one to write the tail need not be that one."""
-    sent = list[Message]()
+    sent = list[HandoffMessage]()
     reports = RankReports(2, lambda room, message: sent.append(message))
     reports.computed(First("room", 7, 12, -0.5, (), {}), Complete("room", 7, tail=True))
     for rank in ranks:
@@ -338,7 +338,9 @@ def test_a_room_belongs_to_the_first_decode_server_that_reserved_it(pair: Pair) 
 
 
 @pytest.mark.parametrize("message", [Done("nowhere"), StopWriting("nowhere", 3)])
-def test_the_end_of_an_unknown_room_is_answered_and_forgotten(pair: Pair, message: Message) -> None:
+def test_the_end_of_an_unknown_room_is_answered_and_forgotten(
+    pair: Pair, message: HandoffMessage
+) -> None:
     pair.at_prefill(message)
     pair.settle()
     assert [type(each) for each in pair.log[1:]] == [Silent] * isinstance(message, StopWriting)

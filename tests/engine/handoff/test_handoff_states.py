@@ -15,7 +15,7 @@ from kvtide.engine.handoff.messages import (
     Done,
     Failed,
     First,
-    Message,
+    HandoffMessage,
     Reserve,
     Silent,
     StopWriting,
@@ -136,7 +136,7 @@ def test_an_abort_in_any_state_leaves_nothing_on_either_side(
     if routed:
         assert other.finish is Finish.LENGTH, "the router's request is answered"
     sent = [type(each) for each in pair.log if isinstance(each, (Done, StopWriting, Silent))]
-    expected: dict[HandoffState, list[type[Message]]] = {
+    expected: dict[HandoffState, list[type[HandoffMessage]]] = {
         S.OFFERED: [Done] if routed else [],
         S.RESERVED: [StopWriting, Silent],
         S.STREAMING: [StopWriting, Silent],

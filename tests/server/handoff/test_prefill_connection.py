@@ -18,7 +18,7 @@ import pytest
 
 from kvtide.engine.handoff.messages import (
     Failed,
-    Message,
+    HandoffMessage,
     PagePlaces,
     Reserve,
     Silent,
@@ -43,7 +43,7 @@ class Peer:
 
     def __init__(self, port: int, process: subprocess.Popen[bytes] | None = None) -> None:
         self.process = process or subprocess.Popen(["sleep", "600"])
-        self.heard: queue.Queue[Message] = queue.Queue()
+        self.heard: queue.Queue[HandoffMessage] = queue.Queue()
         self._identity = identity_of(self.process.pid).to_json()
         self._channels: list[Channel] = []
         self._listener = Listener("127.0.0.1", port, self._answer, self._take)
@@ -55,7 +55,7 @@ class Peer:
         self._channels.append(channel)
         channel.start(lambda values: self.heard.put(from_json(values)), lambda reason: None)
 
-    def say(self, message: Message) -> None:
+    def say(self, message: HandoffMessage) -> None:
         self._channels[-1].send(to_json(message))
 
     def hang_up(self) -> None:
@@ -78,7 +78,7 @@ class Side:
     timeout_s = 60.0
 
     def __init__(self, revokes: bool) -> None:
-        self.reported: queue.Queue[Message] = queue.Queue()
+        self.reported: queue.Queue[HandoffMessage] = queue.Queue()
         self.revoking, self.may_revoke = threading.Event(), threading.Event()
         self._revokes = revokes
 
@@ -93,7 +93,7 @@ class Side:
         assert self.may_revoke.wait(DEADLINE_S)
         return [{}] if self._revokes else None
 
-    def tell(self, peer: str, message: Message) -> None:
+    def tell(self, peer: str, message: HandoffMessage) -> None:
         self.reported.put(message)
 
     def lost(self, peer: str) -> None:

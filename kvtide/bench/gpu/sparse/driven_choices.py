@@ -26,7 +26,7 @@ from kvtide.layers.backend.ops import Selection
 _LARGEST = 2**31 - 1
 OWN = "own"
 """In the place of an overlap: the indexers' own choices."""
-Overlap = float | str
+OverlapFraction = float | str
 
 
 class DrivenChoices:
@@ -48,7 +48,7 @@ class DrivenChoices:
         self._changes = torch.zeros(1, device=device)
         self._driven = torch.zeros(1, dtype=torch.bool, device=device)
 
-    def keep(self, overlap: Overlap) -> None:
+    def keep(self, overlap: OverlapFraction) -> None:
         """From now on a token has this part of the choices of the one before, or its own."""
         self._driven.fill_(overlap != OWN)
         if isinstance(overlap, float):

@@ -29,7 +29,7 @@ from kvtide.bench.gpu.shapes import Shape
 from kvtide.bench.gpu.sparse.driven_choices import (
     OWN,
     DrivenChoices,
-    Overlap,
+    OverlapFraction,
     attentions_with_indexer,
     driving,
 )
@@ -48,8 +48,8 @@ from kvtide.transfer.strided import Way
 
 CHECKPOINTS = 4
 """Windows and states of a context have slots for so many: a running request takes up to three."""
-OVERLAPS: tuple[Overlap, ...] = (0.95, 0.9, 0.8, OWN)
-PREFILL_OVERLAPS: tuple[Overlap, ...] = (0.95, OWN)
+OVERLAPS: tuple[OverlapFraction, ...] = (0.95, 0.9, 0.8, OWN)
+PREFILL_OVERLAPS: tuple[OverlapFraction, ...] = (0.95, OWN)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +124,7 @@ class StepResult:
 
     residency: str
     batch: int
-    overlap: Overlap
+    overlap: OverlapFraction
     seconds: float
     hit_rate: float | None = None
     layer_misses: float = 0.0
@@ -266,7 +266,7 @@ class DecodeBed:
         known = "not known how much of it" if huge is None else f"{huge:.0%} of it"
         return f"rows come from {format_bytes(data.numel())}, {known} in huge pages"
 
-    def measure(self, batch: int, overlaps: Sequence[Overlap]) -> Iterator[StepResult]:
+    def measure(self, batch: int, overlaps: Sequence[OverlapFraction]) -> Iterator[StepResult]:
         """A step of the first contexts, once for each of these."""
         answer = self._load.answer_tokens
         requests = [RequestParams(tokens, answer) for tokens in self._prompts[:batch]]
@@ -279,7 +279,7 @@ class DecodeBed:
         finally:
             stop(self._engine)
 
-    def _measured(self, batch: int, overlap: Overlap) -> StepResult:
+    def _measured(self, batch: int, overlap: OverlapFraction) -> StepResult:
         self._choices.keep(overlap)
         bed, engine, steps = self._bed, self._engine, self._load.steps
         step_s(bed, engine, steps)
@@ -330,7 +330,7 @@ class FirstTokenResult:
     residency: str
     context: int
     new_tokens: int
-    overlap: Overlap
+    overlap: OverlapFraction
     seconds: float
     loaded_bytes: int
     device_s: float
@@ -341,7 +341,7 @@ class FirstTokenResult:
 
 
 def first_token(
-    bed: Bed, context: int, new_tokens: int, rounds: int, overlaps: Sequence[Overlap]
+    bed: Bed, context: int, new_tokens: int, rounds: int, overlaps: Sequence[OverlapFraction]
 ) -> Iterator[FirstTokenResult]:
     """Once for each overlap."""
     memory = bed.model.memory
@@ -398,7 +398,7 @@ class PrefillResult:
     """
 
     tokens: int
-    overlap: Overlap
+    overlap: OverlapFraction
     hot_s: float
     all_s: float
     reads: HotReads
@@ -416,7 +416,7 @@ def prefill(
     resident: Bed,
     tokens: int,
     rounds: int,
-    overlaps: Sequence[Overlap],
+    overlaps: Sequence[OverlapFraction],
     chunk_tokens: int = 8192,
 ) -> Iterator[PrefillResult]:
     """Once for each overlap."""
