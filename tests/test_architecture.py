@@ -88,6 +88,7 @@ NAMESAKES = (({"layers"}, {"layers/reference"}, KERNELS), ({"models"}, {"spec/fa
 torch and its kernel; a family's model and its memory."""
 
 MODULES = sorted(PACKAGE.rglob("*.py"))
+TESTS = sorted({*(ROOT / "tests").rglob("*.py")} - {Path(__file__).resolve()})
 
 
 def _name(path: Path) -> str:
@@ -229,10 +230,10 @@ def test_names_avoid_the_words_we_do_not_write() -> None:
 
 
 def test_components_are_the_subjects_of_prose_and_names() -> None:
-    """In code and comments of the package; the same words may occur in texts for models."""
+    """In code and comments; the same words may occur in texts for models."""
     assert [
         f"{_name(path)}:{number}: {found[0]}"
-        for path in MODULES
+        for path in (*MODULES, *TESTS)
         if _name(path) not in TEXTS_FOR_MODELS
         for number, line in enumerate(path.read_text("utf-8").splitlines(), 1)
         for found in [NOT_COMPONENTS.search(line)]
@@ -298,13 +299,30 @@ def test_every_public_function_and_class_is_named_by_code_other_than_tests() -> 
     ] == []
 
 
-def test_no_public_class_name_is_defined_twice() -> None:
+def test_a_public_name_of_a_type_stands_for_one_type() -> None:
+    """Classes, and names that modules give to other types."""
     defined: dict[str, list[str]] = defaultdict(list)
     for path in MODULES:
         for node in _parse(path).body:
-            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+            if isinstance(node, ast.ClassDef):
                 defined[node.name].append(_name(path))
-    assert {name: paths for name, paths in defined.items() if len(paths) > 1} == {}
+            elif (alias := _alias(node)) and alias[1] not in defined[alias[0]]:
+                defined[alias[0]].append(alias[1])
+    assert {
+        name: found
+        for name, found in defined.items()
+        if len(found) > 1 and not name.startswith("_")
+    } == {}
+
+
+def _alias(node: ast.stmt) -> tuple[str, str] | None:
+    """`Name = type`: the name, and the type without the modules that its parts are from."""
+    if not isinstance(node, ast.Assign) or not isinstance(node.targets[0], ast.Name):
+        return None
+    name = node.targets[0].id
+    if not re.fullmatch(r"[A-Z]+[a-z]\w*", name):
+        return None
+    return name, re.sub(r"\b\w+\.", "", ast.unparse(node.value))
 
 
 def test_modules_of_one_name_are_declared_pairs() -> None:

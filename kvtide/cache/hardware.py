@@ -128,7 +128,7 @@ def other_shapes(host: Arrangement, config: CacheConfig) -> OtherShapes:
     )
 
 
-PageCounts = dict[Tier, dict[str, int]]
+TierPages = dict[Tier, dict[str, int]]
 
 
 def check_residency(memory: ModelMemory, config: CacheConfig) -> None:
@@ -145,7 +145,7 @@ def check_residency(memory: ModelMemory, config: CacheConfig) -> None:
         raise TierError(f"{config.hot_rows} hot buffers of {names}; use at least 1")
 
 
-def hot_shapes(memory: ModelMemory, config: CacheConfig, pages: PageCounts) -> dict[str, HotShape]:
+def hot_shapes(memory: ModelMemory, config: CacheConfig, pages: TierPages) -> dict[str, HotShape]:
     """The device memory of every hot pool, beside so many pages of the others."""
     return _shapes(memory, config, _longest(memory, config, pages)) if memory.hot_pools else {}
 
@@ -160,7 +160,7 @@ def _shapes(memory: ModelMemory, config: CacheConfig, longest: int) -> dict[str,
 def _longest(
     memory: ModelMemory,
     config: CacheConfig,
-    pages: PageCounts,
+    pages: TierPages,
     tiers: Collection[Tier] = tuple(Tier),
 ) -> int:
     """Pages of the longest sequence that fits where its histories live, in these tiers."""
@@ -171,7 +171,7 @@ def _longest(
     return min(longest, -(-config.longest_tokens // memory.page_tokens))
 
 
-def _slots(memory: ModelMemory, config: CacheConfig, agreement: Agreement) -> PageCounts:
+def _slots(memory: ModelMemory, config: CacheConfig, agreement: Agreement) -> TierPages:
     """Pages per tier and anchor, agreed between ranks."""
     pages = _sized(memory, config, _hot_bytes(memory, config))
     device, host = pages[Tier.DEVICE], pages[Tier.HOST]
@@ -203,7 +203,7 @@ def _hot_bytes(memory: ModelMemory, config: CacheConfig) -> int:
     return needed(lengths[bisect_left(lengths[:-1], True, key=enough)])
 
 
-def _sized(memory: ModelMemory, config: CacheConfig, hot_bytes: int) -> PageCounts:
+def _sized(memory: ModelMemory, config: CacheConfig, hot_bytes: int) -> TierPages:
     """Pages per tier and anchor, where hot buffers take so much of the device's bytes."""
     distance, resident = config.tokens_per_checkpoint, memory.in_device_pages
     device = capacity_pages(resident, _left(config, hot_bytes), tokens_per_checkpoint=distance)

@@ -36,7 +36,12 @@ from kvtide.integrations.engine_settings import (  # noqa: E402
     require_store,
     weights_of,
 )
-from kvtide.integrations.page_objects import MemoryRuns, PageObjects, PagePool, space_of  # noqa: E402
+from kvtide.integrations.page_objects import (  # noqa: E402
+    MemoryRuns,
+    PageObjects,
+    PagePool,
+    space_of,
+)
 from kvtide.integrations.page_tasks import Page, PageTasks  # noqa: E402
 from kvtide.storage import StoreError  # noqa: E402
 

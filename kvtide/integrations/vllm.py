@@ -45,7 +45,12 @@ from kvtide.integrations.engine_settings import (  # noqa: E402
     require_store,
     weights_of,
 )
-from kvtide.integrations.page_objects import MemoryRuns, PageObjects, PagePool, space_of  # noqa: E402
+from kvtide.integrations.page_objects import (  # noqa: E402
+    MemoryRuns,
+    PageObjects,
+    PagePool,
+    space_of,
+)
 
 LOADING, STORING = 4, 4
 """Threads. Loads have their own: a request waits for them."""

@@ -126,9 +126,9 @@ def test_the_container_has_the_compiler_of_the_cpu_kernels_and_keeps_what_it_mak
 
 def test_the_container_has_what_documents_and_refusals_tell_to_install() -> None:
     texts = [path.read_text() for path in (ROOT / "docs").rglob("*.md")]
-    told = re.findall(r"pip install '?kvtide\[([\w,]+)\]", " ".join(texts))
+    named = re.findall(r"pip install '?kvtide\[([\w,]+)\]", " ".join(texts))
     extras = re.findall(r"/src\[([\w,]+)\]", " ".join(of("RUN")))[0].split(",")
-    assert told and {extra for one in told for extra in one.split(",")} <= {*extras}
+    assert named and {extra for one in named for extra in one.split(",")} <= {*extras}
     libraries = re.findall(r"apt-get install (lib\w+)", Path(zstd.__file__).read_text())
     assert libraries and {*libraries, *PACKAGES.values()} <= packages()
 

@@ -121,7 +121,7 @@ def test_streams_are_named_events(client: Client) -> None:
 
 def test_stop_sequences_are_named(ai: anthropic.Anthropic) -> None:
     whole = text_of(ai.messages.create(**asked(max_tokens=30)))
-    wanted = {"stop_sequences": ["never said", whole[3:5]]}
+    wanted = {"stop_sequences": ["never written", whole[3:5]]}
     message = ai.messages.create(**asked(max_tokens=30, **wanted))
     assert text_of(message) == whole[: whole.index(whole[3:5])]
     assert (message.stop_reason, message.stop_sequence) == ("stop_sequence", whole[3:5])

@@ -86,7 +86,7 @@ def around(
     return {**tools, "logit_bias": {str(token): -100 for token in begun}}
 
 
-def said(choice: Json) -> str:
+def content(choice: Json) -> str:
     assert choice["message"].keys() == {"role", "content"}
     return str(choice["message"]["content"])
 
@@ -96,7 +96,7 @@ def test_a_chat_answers_by_its_schema(client: Client, around: Json) -> None:
     answer = client.chat("who?", response_format=form, max_tokens=400, n=2, seed=3, **around)
     assert [choice["finish_reason"] for choice in answer["choices"]] == ["stop", "stop"]
     for choice in answer["choices"]:
-        check(said(choice), PERSON)
+        check(content(choice), PERSON)
     assert answer["choices"][0]["message"] != answer["choices"][1]["message"]
 
 
@@ -125,13 +125,13 @@ def test_a_chat_matches_its_regex_whatever_stands_around(
     client: Client, around: Json, regex: str
 ) -> None:
     answer = client.chat("call", regex=regex, max_tokens=80, **around)["choices"][0]
-    assert answer["finish_reason"] == "stop" and re.fullmatch(regex, said(answer), re.ASCII)
+    assert answer["finish_reason"] == "stop" and re.fullmatch(regex, content(answer), re.ASCII)
 
 
 def test_an_answer_is_one_of_its_choices(client: Client, around: Json) -> None:
     texts = ["yes", 'no "really"', "maybe\n", "世界", "ye", "5"]
     fields = {"choice": texts, "temperature": 2.0, **around}
-    answers = {said(client.chat("?", seed=seed, **fields)["choices"][0]) for seed in range(12)}
+    answers = {content(client.chat("?", seed=seed, **fields)["choices"][0]) for seed in range(12)}
     assert answers <= {*texts} and len(answers) > 2
 
 

@@ -580,9 +580,9 @@ def test_smollm2_calls_tools(
             max_tokens=300,
             stream=True,
         )
-        calls, said, finish = streamed(chunks)
+        calls, content, finish = streamed(chunks)
     ((_, called, arguments),) = calls
-    assert (called, said, finish) == (name, "", "tool_calls")
+    assert (called, content, finish) == (name, "", "tool_calls")
     (function,) = (tool["function"] for tool in SMALL_TOOLS if tool["function"]["name"] == name)
     jsonschema.validate(json.loads(arguments), function["parameters"])
     if form == "hermes" and name == "get_weather":

@@ -12,7 +12,7 @@ import statistics
 import time
 import zlib
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -27,7 +27,7 @@ CALL_BYTES = 32 << 20
 """Of a call of the store, as the cache makes them."""
 
 FormattedObjects = Sequence[tuple[ObjectFormat, bytes]]
-ShowProgress = Callable[[Sequence[int], int, str], Any]
+ShowProgress = Callable[[Iterable[Any], int, str], Iterable[Any]]
 Coder = tuple[Callable[[], Sequence[memoryview]], Callable[[Sequence[memoryview]], object]]
 """Encodes all objects; decodes what was made of them."""
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
@@ -243,7 +243,7 @@ class ModelBed:
 
 # -- measuring --------------------------------------------------------------------------------
 
-ShowProgress = Callable[[Sequence[int], int, str], Any]
+ShowProgress = Callable[[Iterable[Any], int, str], Iterable[Any]]
 
 
 def measure(

@@ -30,7 +30,7 @@ SWEPT_PER_PUSH = 4
 """Entries that one push moves: the old heap is gone long before the new one has doubled."""
 
 Key = Any
-Entry = tuple[Key, int, Node]
+QueueEntry = tuple[Key, int, Node]
 
 
 class EvictionQueue:
@@ -54,8 +54,8 @@ class EvictionQueue:
         self._reach = reach
         self._rises = policy.rises
         self._key = policy.key if reach is None else _reach_first(policy.key, reach)
-        self._heap: list[Entry] = []
-        self._swept: list[Entry] = []  # The old heap, while entries move from it.
+        self._heap: list[QueueEntry] = []
+        self._swept: list[QueueEntry] = []  # The old heap, while entries move from it.
         self._sweep_at = SWEEP_FROM
         self._entries = 0
 
@@ -103,7 +103,7 @@ class EvictionQueue:
             self._discard(heapq.heappop(heap))
         return None
 
-    def _first(self) -> list[Entry]:
+    def _first(self) -> list[QueueEntry]:
         """The heap with the smallest entry; empty when both are."""
         heap, swept = self._heap, self._swept
         return swept if swept and (not heap or swept[0] < heap[0]) else heap
@@ -130,7 +130,7 @@ class EvictionQueue:
         if not self._swept:
             self._sweep_at = max(SWEEP_FROM, 2 * len(self._heap))
 
-    def _discard(self, entry: Entry) -> None:
+    def _discard(self, entry: QueueEntry) -> None:
         """The entry is gone; if it was the one that counted, the node is in the queue no more."""
         _, number, node = entry
         if node.queued[self._cell] == number:

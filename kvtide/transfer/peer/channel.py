@@ -179,12 +179,12 @@ def _greet(
     return Channel(wire, handshake.keys(connecting=True), theirs, silence_s, pace_s)
 
 
-Handler = Callable[[WireMessage], WireMessage]
+MessageHandler = Callable[[WireMessage], WireMessage]
 """From the hello of a peer that knows the secret to one's own; raises ChannelError to refuse."""
 
 
 def _welcome(
-    wire: Wire, handshake: _Handshake, answer: Handler, silence_s: float, timeout_s: float
+    wire: Wire, handshake: _Handshake, answer: MessageHandler, silence_s: float, timeout_s: float
 ) -> Channel:
     """The listening end of `_greet`. `answer` takes as long as it needs."""
     deadline = time.monotonic() + timeout_s
@@ -356,7 +356,7 @@ class Listener:
         self,
         host: str,
         port: int,
-        answer: Handler,
+        answer: MessageHandler,
         on_channel: Callable[[Channel], None],
         *,
         secret: bytes = b"",

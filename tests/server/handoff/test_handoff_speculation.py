@@ -58,7 +58,7 @@ def speculation(kind: str, plain: Path, folder: Path) -> Speculation:
     return Speculation(save_mtp(kind, folder / "model"), {"speculate": "mtp"})
 
 
-def told(client: Client, prompts: list[str], **fields: Any) -> list[Json]:
+def answers_to(client: Client, prompts: list[str], **fields: Any) -> list[Json]:
     return [ask(client, prompt, max_tokens=ANSWER, **fields) for prompt in prompts]
 
 
@@ -103,8 +103,8 @@ def test_a_decode_server_drafts_as_one_server_does(
     ) as pair:
         for fields in ({}, SAMPLED):
             prompts = [f"{len(fields)}{prompt}" for prompt in PROMPTS]
-            wanted = told(one.client, prompts, **fields)
-            found = told(pair.decode.client, prompts, **fields)
+            wanted = answers_to(one.client, prompts, **fields)
+            found = answers_to(pair.decode.client, prompts, **fields)
             for ours, theirs in zip(found, wanted, strict=True):
                 assert ours["choices"] == theirs["choices"]
                 assert handoff_of(ours)["state"] == "decoding"

@@ -32,7 +32,7 @@ from tests.server.serving import PAGE, VOCABULARY, InProcess
 from tests.transfer.peer.libraries import needs
 
 STATES = ("offered", "reserved", "streaming", "landed", "decoding")
-TOLD = ("reserved", "streaming")
+INFORMED = ("reserved", "streaming")
 """The prefill server knows slots of the decode server, and may write there."""
 PAGE_BYTES = 4096
 CHUNK_PAGES = 4
@@ -185,7 +185,7 @@ def test_a_prefill_server_that_is_killed_costs_no_answer(
     with Caught(pair, state) as caught:
         pair.prefill.kill()
         found = answered(caught, alone)
-    if state in TOLD:
+    if state in INFORMED:
         assert handoff_of(found)["state"] == "failed"
     pair.decode.settled()
     served(pair, alone)
@@ -205,7 +205,7 @@ def test_a_prefill_server_that_is_frozen_keeps_its_slots_until_it_is_silent(
         found = answered(caught, alone)
     report = pair.decode.until(lambda report: not report["requests"]["running"])
     assert report["violations"] == []
-    if state in TOLD:
+    if state in INFORMED:
         assert handoff_of(found)["state"] == "failed"
         if transport in CANNOT_REVOKE:
             assert report["handoff"]["quarantined"]["slots"] > 0
@@ -267,7 +267,7 @@ def test_a_decode_server_that_is_frozen_does_not_hold_the_prefill_server(
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("state", TOLD)
+@pytest.mark.parametrize("state", INFORMED)
 def test_slots_of_a_dead_prefill_server_are_revoked_before_they_are_used_again(
     pair: ServerPair, alone: InProcess, transport: str, state: str
 ) -> None:

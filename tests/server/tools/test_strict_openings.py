@@ -118,14 +118,14 @@ def test_markers_in_an_answers_json_are_a_part_of_it(name: str, reasoning: str) 
         for opening in OPENINGS:
             answer = json.dumps(wrapped(opening), ensure_ascii=False)
             assert takes(grammar, spoken, begin + answer)
-            assert said(new_parser(), begin + answer) == answer
+            assert text_of(new_parser(), begin + answer) == answer
         call = written(name, "f", {"a": 5})
         if name == "llama3":
             call = "<|python_tag|>" + call
         assert takes(grammar, spoken, call) and calls(new_parser(), call) == [("f", '{"a": 5}')]
 
 
-def said(parser: OutputParser, text: str) -> str:
+def text_of(parser: OutputParser, text: str) -> str:
     """The text of an output that has no calls."""
     events = [*parser.feed(text[:9]), *parser.feed(text[9:]), *parser.finish()]
     assert all(isinstance(event, TextDelta) for event in events)
