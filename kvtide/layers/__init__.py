@@ -4,7 +4,7 @@
 `forward`       a step as layers see it: state read and written through page tables
 `packing`       what layers see of an entry, and how a pool stores it
 `blueprint`     what layers are built from: weights by name, the config, the declared memory
-`tensor_ranks`  tensor parallelism
+`tensor_ranks`  tensor parallelism; collectives, and send and receive between stages
 `elementwise`   functions of rows: activations and norms
 
 Layers

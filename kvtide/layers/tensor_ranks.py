@@ -4,7 +4,7 @@
 heads, channels or experts, and the columns of the next projection that take them. Each rank then
 has a partial sum, and `all_reduce` adds them up. Between layers, activations are whole on every
 rank. Embedding and head are sharded by tokens of the vocabulary: `all_reduce` completes the rows of
-the one, `all_gather` the logits of the other.
+the one, `all_gather` the logits of the other. Pipeline stages `send` and `receive` hidden states.
 """
 
 from __future__ import annotations
