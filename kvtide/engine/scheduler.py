@@ -5,9 +5,9 @@ promise of slots for the rest of its prompt and its whole output; of windows and
 few steps need. A request of higher priority that finds no slots preempts those of lower priority:
 they are retracted, wait again, and later resume where they were.
 
-Every step gives one token to each decoding request. Prefill chunks share the rest of the step's
-token budget by priority and age; beside decode the budget is smaller, so that decode latency stays
-bounded.
+Every step gives one token to each decoding request. Chunked prefill: chunks of prompts share the
+rest of the step's token budget by priority and age. Beside decode the budget is smaller, so that
+decode latency stays bounded.
 
 No prefix is computed twice at once: a request that shares pages which a running request is about to
 compute waits until it finds them, or until they will not come from there.

@@ -1,4 +1,4 @@
-"""Output text as it streams, up to the first stop string.
+"""Output text as it streams, up to the first stop string (`models.tokenizer` detokenizes).
 
 The client never sees a stop string, nor the start of one that completes later: text that might
 become one is held back until the next token decides.

@@ -2,7 +2,8 @@
 
 All three come down to bytes, and bytes to pages of every anchor by `kvtide.spec.sizing`, so any
 model can be sized in any of the three ways. A tier never holds less than it was asked for in
-tokens, nor takes more than it was given in bytes.
+tokens, nor takes more than it was given in bytes. `server.setup.engine_setup` chooses sizes from
+free memory.
 """
 
 from __future__ import annotations

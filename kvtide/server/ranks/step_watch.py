@@ -1,4 +1,5 @@
-"""Notices a step that does not end, on every rank: a heartbeat shows a frozen process only.
+"""Notices a step that does not end, on every rank: heartbeats (`rank_channels`) show a frozen
+process only.
 
 If one rank's step does not end, those of all others wait for it. So a report says where the step is
 and whether that is a wait for other ranks.

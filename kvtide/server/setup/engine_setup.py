@@ -1,4 +1,7 @@
-"""From settings to an engine that serves: checkpoint, model, draft, cache, tokenizer, store."""
+"""From settings to an engine that serves: checkpoint, model, draft, cache, tokenizer, store.
+
+`gpu_sizes` chooses how much of free GPU memory and of the machine's is for KV pages.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +56,7 @@ DEFAULT_TOKENS = 16_384
 """The default device tier on a CPU: a few conversations with a small model."""
 GPU_FRACTION, HOST_FRACTION = 0.8, 0.5
 """The default tiers beside a GPU: of its free memory after the weights, and of the machine's free
-memory. Activations and workspaces of a step take the rest of the GPU's."""
+memory (elsewhere: gpu_memory_utilization). A step's activations take the rest of the GPU's."""
 
 AGREEMENT_TIMEOUT_S = 600.0
 """How long a rank waits for the slowest one: a pipeline stage may be ahead by a whole step."""
