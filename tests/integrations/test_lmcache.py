@@ -210,7 +210,8 @@ def test_serialized_chunks_are_refused(lmcache: Any, url: str) -> None:
     [
         ({}, '"adapter_params" names no store; add "url", such as "file:'),
         ({"url": "memory:", "cap": "1GB"}, '"adapter_params" has cap; kvtide knows url and'),
-        ({"url": "files:///nowhere"}, "no such store; use file:"),
+        ({"url": "memory:"}, 'of the models are not known on this machine.*add "fingerprint"'),
+        ({"url": "files:///nowhere", "fingerprint": "r1"}, "no such store; use file:"),
     ],
 )
 def test_bad_settings_are_refused(lmcache: Any, params: dict[str, str], sentence: str) -> None:
