@@ -20,7 +20,8 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import torch
-from file_stores import ALIGN, FileStore, drop_page_cache, open_all
+from file_stores import ALIGN, FileStore, open_all
+from page_cache import drop_page_cache
 
 from kvtide.bench.store_speed import MemoryBlocks, StoreCase
 from kvtide.byte_sizes import format_bytes, parse_bytes

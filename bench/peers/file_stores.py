@@ -7,7 +7,6 @@ that a store writes from and reads into.
 from __future__ import annotations
 
 import asyncio
-import os
 import threading
 from collections.abc import Callable, Sequence
 from importlib import import_module
@@ -314,14 +313,3 @@ class LMCacheDisk:
 
 def _tensor(memory: memoryview) -> torch.Tensor:
     return torch.frombuffer(memory, dtype=torch.uint8)
-
-
-def drop_page_cache(folder: Path) -> None:
-    """Have the next read of every file go to the disk."""
-    for path in folder.rglob("*"):
-        if path.is_file():
-            file = os.open(path, os.O_RDONLY)
-            try:
-                os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
-            finally:
-                os.close(file)

@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 import transformers
+from page_cache import drop_page_cache
 
 from kvtide.byte_sizes import format_bytes
 from kvtide.cli.console import progress, table
@@ -117,17 +118,6 @@ class Bench:
         start = time.perf_counter()
         call()
         return time.perf_counter() - start
-
-
-def drop_page_cache(folder: Path) -> None:
-    """Have the next read of every file go to the disk."""
-    for path in folder.rglob("*"):
-        if path.is_file():
-            file = os.open(path, os.O_RDONLY)
-            try:
-                os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
-            finally:
-                os.close(file)
 
 
 def measure(bench: Bench, turns: int) -> Seconds:
