@@ -92,6 +92,17 @@ def test_a_killed_engine_finds_its_prefixes_and_never_wrong_ones(tmp_path: Path)
 
 
 @pytest.mark.full
+def test_a_model_with_windows_beside_full_attention_finds_its_prefixes(tmp_path: Path) -> None:
+    model, url = str(tmp_path / "model"), f"file://{tmp_path}/store?cap=64MB&floor=0"
+    assert vllm("make", model, "0", "gemma3").returncode == 0
+    first = printed(vllm("serve", model, url, "", "1", "first,second", "[]", "kill"), -9)
+    again = printed(vllm("serve", model, url, "", "1", "second,first", "[]"))
+    for name in ("first", "second"):
+        assert first["answers"][name]["cached"] == 0
+        assert again["answers"][name] == {**first["answers"][name], "cached": 192}
+
+
+@pytest.mark.full
 def test_tensor_ranks_find_what_ranks_of_their_shape_saved(tmp_path: Path) -> None:
     model, url = str(tmp_path / "model"), f"file://{tmp_path}/store?cap=64MB&floor=0"
     assert vllm("make", model, "0").returncode == 0

@@ -1,6 +1,6 @@
 """A CPU vLLM with kvtide's connector: run by tests in vLLM's own environment.
 
-    python -m tests.integrations.vllm_serving make MODEL SEED
+    python -m tests.integrations.vllm_serving make MODEL SEED [FAMILY]
     python -m tests.integrations.vllm_serving serve MODEL URL FINGERPRINT RANKS ORDER ANSWER [kill]
 
 `serve` generates for the given prompts one after the other, waits until their blocks are stored,
@@ -27,6 +27,9 @@ os.environ |= {
 
 import torch
 import transformers
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
 from vllm import LLM, SamplingParams
 from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
@@ -36,29 +39,43 @@ WORDS, PROMPT_TOKENS, ANSWER_TOKENS, BLOCK = 97, 200, 40, 32
 MAX_S = 120.0
 
 
-def make(folder: str, seed: int) -> None:
-    """A random Llama with weights so large that tokens depend on the whole prompt."""
+SIZES: dict[str, Any] = {
+    "vocab_size": WORDS,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 512,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+    "tie_word_embeddings": False,
+}
+WINDOWS = {
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    "sliding_window": 48,
+}
+
+
+def make(folder: str, seed: int, family: str = "llama") -> None:
+    """A random model with weights so large that tokens depend on the whole prompt."""
     torch.manual_seed(seed)
-    config = transformers.LlamaConfig(
-        vocab_size=WORDS,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=3,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=512,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=None,
-        tie_word_embeddings=False,
-    )
-    model = transformers.AutoModelForCausalLM.from_config(config)
+    configs = {
+        "llama": lambda: transformers.LlamaConfig(**SIZES),
+        "gemma3": lambda: transformers.Gemma3TextConfig(**SIZES, **WINDOWS),
+    }
+    model = transformers.AutoModelForCausalLM.from_config(configs[family]())
     with torch.no_grad():
         for weight in model.parameters():
             if weight.ndim > 1:
                 weight.mul_(4.0)
     model.save_pretrained(folder)
+    words = {str(number): number for number in range(WORDS)}
+    tokenizer = Tokenizer(WordLevel(words, unk_token="0"))
+    tokenizer.pre_tokenizer = Whitespace()
+    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
 
 
 def engine(model: str, connector: dict[str, Any], ranks: int) -> LLM:
@@ -141,7 +158,7 @@ def serve(
 def main(command: str, *arguments: str) -> None:
     match command:
         case "make":
-            make(arguments[0], int(arguments[1]))
+            make(arguments[0], int(arguments[1]), *arguments[2:])
         case "serve":
             serve(*arguments)
 
