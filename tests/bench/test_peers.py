@@ -93,6 +93,17 @@ def test_a_store_that_returns_other_bytes_fails_the_benchmark(
         store.close()
 
 
+def test_files_are_on_the_disk_before_the_page_cache_drops_them(
+    peers: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "one").write_bytes(b"1")
+    calls: list[str] = []
+    monkeypatch.setattr(os, "fsync", lambda file: calls.append("written"))
+    monkeypatch.setattr(os, "posix_fadvise", lambda *_: calls.append("dropped"))
+    peers("page_cache").drop_page_cache(tmp_path)
+    assert calls == ["written", "dropped"], "the kernel drops no page that is not written"
+
+
 def test_a_kept_prefix_of_transformers_is_found_again_by_both_ways(
     peers: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
