@@ -18,7 +18,7 @@ from kvtide.planner import workloads
 PEERS = Path(__file__).parents[2] / "bench" / "peers"
 COMMANDS = (
     *("run", "index", "index_memory", "hit_rate", "file_store", "vllm_cpu", "vllm_tier"),
-    *("llama_cpp", "transformers_cache"),
+    *("llama_cpp", "transformers_cache", "vllm_connector"),
 )
 
 
@@ -116,3 +116,35 @@ def test_a_kept_prefix_of_transformers_is_found_again_by_both_ways(
     monkeypatch.setattr(made.PrefixCache, "_fetch", lambda self, prompt: None)
     with pytest.raises(OSError, match="0 tokens were found, not 128"):
         bench.kept_by_kvtide(bench.prompt(9))
+
+
+class KeptByPrompt:
+    """In place of vLLM's process: computing takes 4 s, loading 1 s."""
+
+    def __init__(self, kind: str, found_tokens: int) -> None:
+        self.kind = kind
+        self._found_tokens = found_tokens
+        self._kept: set[int] = set()
+
+    def first_token(self, prompt: int) -> tuple[float, int]:
+        is_kept = prompt in self._kept
+        if self.kind != "none":
+            self._kept.add(prompt)
+        return (1.0, self._found_tokens) if is_kept else (4.0, 0)
+
+
+def test_connectors_take_turns_and_one_that_computes_again_fails_the_benchmark(
+    peers: Any, tmp_path: Path
+) -> None:
+    bench, tokens = peers("vllm_connectors"), 64
+    engines = [KeptByPrompt(kind, tokens) for kind in ("none", "kvtide", "example")]
+    seconds = bench.measure(engines, tmp_path, tokens, 2)
+    assert {name: len(some) for name, some in seconds.items()} == {
+        **{"none first": 2, "kvtide first": 2, "kvtide again": 2},
+        **{"example first": 2, "example again": 2},
+    }
+    found = bench.row(tokens, seconds)
+    assert len(found) == len(bench.HEADS)
+    assert found == ("64", "4.00", "4.00", "4.00", "1.00", "4.00×", "1.00", "1.00×")
+    with pytest.raises(SystemExit, match="kvtide: 32 tokens were found, not 64"):
+        bench.measure([KeptByPrompt("kvtide", 32)], tmp_path, tokens, 1)
