@@ -148,7 +148,7 @@ class ArgumentRules:
 
     def rule(self, name: str, body: str) -> str:
         """A rule of this tool."""
-        return self._rules.add(f"{word(self._tool.name)}_{name}", body)
+        return self._rules.add(f"{name}_{word(self._tool.name)}", body)
 
     def _json(self, name: str, schema: Schema) -> str:
         rule = f"arg_{word(self._tool.name)}_{word(name)}"
