@@ -216,6 +216,7 @@ REFUSED: dict[str, tuple[Schema, str]] = {
     ),
     "contradiction": (argument({**TEXT, "pattern": "^abc$", "maxLength": 2}), "unsatisfiable"),
     "$ref": (argument({"$ref": "#/$defs/none"}), "/$defs/none"),
+    "a circle": (argument({"$ref": "#/properties/a"}), "#/properties/a refers to itself"),
     "uniqueItems": (argument({"type": "array", "uniqueItems": True}), "uniqueItems"),
     "minProperties": (argument({"type": "object", "minProperties": 2}), "minProperties is 2"),
     "nothing": (argument(False), "unsatisfiable"),

@@ -18,6 +18,11 @@ from kvtide.engine.grammar.grammar_rules import TEMPLATE_LAYOUT, json_rule
 from kvtide.server.tools.grammars.argument_rules import unenforceable
 from kvtide.server.tools.grammars.lark_rules import arguments_schema
 from kvtide.server.tools.parser_registry import ChatFormats
+from kvtide.server.tools.schemas.alternatives import (
+    CircularReferenceError,
+    RootSchema,
+    UnenforceableError,
+)
 from kvtide.server.tools.schemas.argument_forms import plain_form
 from kvtide.server.tools.schemas.value_types import ANY_TYPE, declared_types
 from kvtide.server.tools.tool_spec import FunctionTool, ToolRequest
@@ -67,13 +72,14 @@ class AnswerGrammars:
             self._check(tool)
             return tool
         schemas = (arguments_schema(tool), _every_argument(tool.parameters))
-        if any(self._flaw(schema, strict=False) for schema in schemas):
+        if any(self._flaw(schema, strict=False) or _circle(schema) for schema in schemas):
             return replace(tool, parameters=_types_alone(tool.parameters))
         return tool
 
     def _check(self, tool: FunctionTool) -> None:
         every = _every_argument(tool.parameters)
-        flaw = self._flaw(arguments_schema(tool)) or self._flaw(every)
+        whole = arguments_schema(tool)
+        flaw = self._flaw(whole) or self._flaw(every) or _circle(whole)
         if flaw is not None:
             raise unenforceable(tool, self._at_fault(every, flaw), flaw)
 
@@ -106,6 +112,19 @@ class AnswerGrammars:
             ),
             "",
         )
+
+
+def _circle(schema: Mapping[str, object]) -> str | None:
+    """Which reference of the schema or of an argument leads to itself, and so never to a value."""
+    root = RootSchema(schema)
+    try:
+        for each in (schema, *(each for (each,) in plain_form(schema).arguments.values())):
+            root.alternatives(each)
+    except CircularReferenceError as flaw:
+        return str(flaw)
+    except UnenforceableError:
+        return None  # What cannot be followed is the compiler's to judge.
+    return None
 
 
 def _every_argument(parameters: Mapping[str, object]) -> dict[str, object]:
