@@ -29,6 +29,7 @@ CACHED_BYTES = 1 << 20
 _PROBES = 8
 _OWN_LINE = re.compile(r"\n *\d+ \| ")
 """How an error shows a line of the grammar."""
+_UNSATISFIABLE = "Unsatisfiable schema"
 _DEAD_END = "NoExtension"
 """llguidance's word for a text that no token of the vocabulary continues."""
 _LIMITS = LLParserLimits(
@@ -56,6 +57,11 @@ class GrammarError(RequestError):
         name = _NAMES[grammar.kind]
         super().__init__(f"the {name} cannot be enforced: {reason}; simplify it, or leave it out")
         self.reason = reason
+
+    @property
+    def matches_nothing(self) -> bool:
+        """No text satisfies it."""
+        return self.reason.startswith((_UNSATISFIABLE, _DEAD_END))
 
 
 class GrammarCompiler:

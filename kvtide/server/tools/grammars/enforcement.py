@@ -29,6 +29,8 @@ from kvtide.server.tools.tool_spec import FunctionTool, ToolRequest
 
 _MAX_NAMED = 64
 """Arguments among which the one at fault is looked for."""
+MAX_JUDGED = 4096
+"""Rules of one answer that are compiled to see whether any text matches them."""
 
 
 class AnswerGrammars:
@@ -51,7 +53,8 @@ class AnswerGrammars:
                     for tool in request.tools
                 ),
             )
-        grammar = self._formats.grammar(request, prompt, content)
+        judge = _RuleJudge(self._compiler)
+        grammar = self._formats.grammar(request, prompt, content, judge.satisfiable)
         if grammar is not None and grammar is not content:
             self._compile(grammar)
         return grammar
@@ -112,6 +115,29 @@ class AnswerGrammars:
             ),
             "",
         )
+
+
+class _RuleJudge:
+    """Judges the rules of one answer."""
+
+    def __init__(self, compiler: GrammarCompiler) -> None:
+        self._compiler = compiler
+        self._left = MAX_JUDGED
+
+    def satisfiable(self, rule: str) -> bool:
+        """Whether some text matches a terminal or a rule of JSON; raises `UnenforceableError` where
+        a limit leaves that open."""
+        if not self._left:
+            raise UnenforceableError(f"more than {MAX_JUDGED} arguments combine limits")
+        self._left -= 1
+        name = "rule" if rule.startswith("%json") else "RULE"
+        try:
+            self._compiler.compile(Grammar("lark", f"start: {name}\n{name}: {rule}"))
+        except GrammarError as flaw:
+            if not flaw.matches_nothing:
+                raise UnenforceableError(flaw.reason) from None
+            return False
+        return True
 
 
 def _circle(schema: Mapping[str, object]) -> str | None:
