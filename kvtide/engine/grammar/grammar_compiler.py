@@ -10,6 +10,7 @@ grammar and on its lexer bound its time and memory.
 
 from __future__ import annotations
 
+import re
 from collections import OrderedDict
 from dataclasses import replace
 from threading import Lock
@@ -26,6 +27,9 @@ from kvtide.models.tokenizer import Tokenizer
 CACHED_BYTES = 1 << 20
 """Text of all compiled grammars that are kept."""
 _PROBES = 8
+_OWN_LINE = re.compile(r"\n *\d+ \| ")
+"""How an error shows a line of the grammar."""
+_UNSATISFIABLE = "Unsatisfiable schema"
 _DEAD_END = "NoExtension"
 """llguidance's word for a text that no token of the vocabulary continues."""
 _LIMITS = LLParserLimits(
@@ -53,6 +57,11 @@ class GrammarError(RequestError):
         name = _NAMES[grammar.kind]
         super().__init__(f"the {name} cannot be enforced: {reason}; simplify it, or leave it out")
         self.reason = reason
+
+    @property
+    def matches_nothing(self) -> bool:
+        """No text satisfies it."""
+        return self.reason.startswith((_UNSATISFIABLE, _DEAD_END))
 
 
 class GrammarCompiler:
@@ -174,7 +183,7 @@ def _allowed(state: LLMatcher, vocabulary: int) -> list[int]:
 
 def _reason(error: str) -> str:
     """The error without the place in our own text, and without the text itself."""
-    first = error.split("\n   1 | ", 1)[0].split("\n<", 1)[0]
+    first = _OWN_LINE.split(error, maxsplit=1)[0].split("\n<", 1)[0]
     place, _, rest = first.partition(": ")
     found = rest if place.startswith("at ") else first
     for before in ("failed to compile JSON schema: ", "\nerror: "):

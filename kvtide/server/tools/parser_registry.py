@@ -28,7 +28,7 @@ from kvtide.server.tools import (
     pythonic,
     reasoning,
 )
-from kvtide.server.tools.grammars.lark_rules import LarkRules, any_of
+from kvtide.server.tools.grammars.lark_rules import LarkRules, always, any_of
 from kvtide.server.tools.marker_parser import (
     MarkerParser,
     OfferedTools,
@@ -305,18 +305,23 @@ class ChatFormats:
     # -- grammar ----------------------------------------------------------------------------
 
     def grammar(
-        self, request: ToolRequest, prompt: str, content: Grammar | None = None
+        self,
+        request: ToolRequest,
+        prompt: str,
+        content: Grammar | None = None,
+        satisfiable: Callable[[str], bool] = always,
     ) -> Grammar | None:
         """The grammar of an output: of its calls, of its text, or None where it is free.
 
-        content  what the text must be, where the request says so
+        content      what the text must be, where the request says so
+        satisfiable  whether some text matches a rule (`LarkRules`)
         """
         if not (request.required or request.guarded or content is not None):
             return None
         frames = self._speaks_harmony() or self.reasoning == THINK
         if not request.callable and not frames:
             return content
-        rules = LarkRules(self.special_ids(request))
+        rules = LarkRules(self.special_ids(request), satisfiable)
         if self._speaks_harmony():
             tools = request.callable
             text = None if content is None else rules.content(content)

@@ -335,26 +335,31 @@ def bare_grammar(tools: Sequence[FunctionTool], rules: LarkRules, *, parallel: b
 
 def _call(tool: FunctionTool, rules: LarkRules) -> str:
     arguments = ArgumentRules(tool, rules)
-    forms = [_form(form, arguments) for form in arguments.forms()]
-    return f"{quoted(tool.name + '(')} ({any_of(dict.fromkeys(forms))}) {quoted(')')}"
+    found = (_form(form, arguments) for form in arguments.forms())
+    forms = arguments.any_form([form for form in found if form is not None])
+    return f"{quoted(tool.name + '(')} ({forms}) {quoted(')')}"
 
 
-def _form(form: ArgumentForm, arguments: ArgumentRules) -> str:
-    """The arguments in the schema's order, with commas between those that there are."""
+def _form(form: ArgumentForm, arguments: ArgumentRules) -> str | None:
+    """The arguments in the schema's order, with commas between those that there are; None where one
+    that the form requires has no value."""
     first = rest = ""
     for name, schemas in reversed([*form.arguments.items()]):
-        if not _is_read(name):
-            arguments.refuse(name, UnenforceableError("a name that this model's form cannot write"))
-            continue
-        value = f"{quoted(name + '=')} {arguments.json(name, schemas)}"
         needed = name in form.required
+        is_written = arguments.is_readable(name, _is_read)
+        as_json = arguments.json(name, schemas) if is_written else None
+        if as_json is None:
+            if needed:
+                return None
+            continue
+        value = f"{quoted(name + '=')} {as_json}"
         first = arguments.rule(
             f"first_{word(name)}",
             f"{value} {rest}" + ("" if needed else f" | {first or quoted('')}"),
         )
         further = f"({quoted(', ')} {value})" + ("" if needed else "?")
         rest = arguments.rule(f"rest_{word(name)}", f"{further} {rest}")
-    return first or quoted("")
+    return first
 
 
 def _is_read(name: str) -> bool:

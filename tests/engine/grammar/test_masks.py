@@ -160,6 +160,7 @@ def test_a_text_that_needs_too_many_states_fails_the_matcher(
         (Grammar("regex", "a" * 300_000), "262144 are the most"),
         (Grammar("lark", "start: nowhere"), "unknown name"),
         (Grammar("lark", "start: <nothing>"), "unknown special token"),
+        (Grammar("lark", 'start: a\n\n\na: %json {"format": "poem"}'), "Unknown format: poem"),
         (Grammar("json_schema", "[]"), "not a JSON object"),
         (Grammar("json_schema", "{"), "not JSON"),
         (Grammar("json_schema", "[" * 100_000), "not JSON"),
@@ -176,6 +177,7 @@ def test_what_cannot_be_enforced_is_refused_with_the_reason(grammar: Grammar, re
         Walk(VOCABULARY, grammar, [], PADDED)
     assert "cannot be enforced" in str(refusal.value) and len(str(refusal.value)) < 500
     assert str(refusal.value).endswith("simplify it, or leave it out")
+    assert "%json" not in str(refusal.value), "the grammar itself is not shown"
 
 
 def test_a_kind_that_does_not_exist_is_an_error() -> None:

@@ -61,6 +61,8 @@ class Recorded:
     source: str = ""
 
 
+MARKED = '["a</parameter>b", "</function></tool_call>", "</arg_value></｜DSML｜parameter>"]'
+"""JSON with markers in its texts."""
 PARIS = ("get_weather", '{"city": "Paris", "days": 3}')
 HARD = r'{"query": "a \"{b}\" </tool_call> [c] \\ \u00e9 世界 \n", "filters": {"x": {"y": []}}}'
 
@@ -191,6 +193,22 @@ HERMES = [
 ]
 
 QWEN_CODER = [
+    Recorded(
+        "markers in a text of JSON",
+        "qwen3_coder",
+        f"<tool_call>\n<function=search-files>\n<parameter=tags>\n{MARKED}\n</parameter>\n"
+        "<parameter=deep>\ntrue\n</parameter>\n</function>\n</tool_call>",
+        "",
+        (("search-files", f'{{"tags": {MARKED}, "deep": true}}'),),
+    ),
+    Recorded(
+        "a text of JSON without an end",
+        "qwen3_coder",
+        '<tool_call>\n<function=search-files>\n<parameter=tags>\n["a\n</parameter>\n'
+        "<parameter=deep>\ntrue\n</parameter>\n</function>\n</tool_call>",
+        "",
+        (("search-files", '{"tags": "[\\"a", "deep": true}'),),
+    ),
     Recorded(
         "types from the schema",
         "qwen3_coder",
@@ -435,6 +453,14 @@ DEEPSEEK = [
 
 HARMONY = [
     Recorded(
+        "markers in a text of the arguments",
+        "harmony",
+        '<|channel|>commentary to=functions.search-files<|message|>{"query": "a<|end|><|start|>b"}'
+        "<|call|>",
+        "",
+        (("search-files", '{"query": "a<|end|><|start|>b"}'),),
+    ),
+    Recorded(
         "analysis and answer",
         "harmony",
         "<|channel|>analysis<|message|>They greet.<|end|><|start|>assistant<|channel|>final<|message|>"
@@ -485,6 +511,27 @@ HARMONY = [
 ]
 
 GLM = [
+    Recorded(
+        "markers in a text of JSON",
+        "glm",
+        f"<tool_call>search-files\n<arg_key>tags</arg_key>\n<arg_value>{MARKED}</arg_value>\n"
+        "<arg_key>deep</arg_key>\n<arg_value>true</arg_value>\n</tool_call>",
+        "",
+        (("search-files", f'{{"tags": {MARKED}, "deep": true}}'),),
+    ),
+    Recorded(
+        "numbers of any size",
+        "glm",
+        "<tool_call>search-files<arg_key>limit</arg_key><arg_value>1e999</arg_value></tool_call>"
+        "<tool_call>get_weather<arg_key>days</arg_key>"
+        f"<arg_value>{'9' * 5000}</arg_value></tool_call>",
+        "",
+        (
+            ("search-files", '{"limit": 1e999}'),
+            ("get_weather", f'{{"days": {"9" * 5000}}}'),
+        ),
+        whole=False,
+    ),
     Recorded(
         "types from the schema",
         "glm",

@@ -53,6 +53,14 @@ EXPLODING: dict[str, Schema] = {
         "properties": {f"p{n}": TEXT for n in range(200)},
         "anyOf": [{"required": [f"p{n}"]} for n in range(200)],
     },
+    "forms that combine limits": {
+        "type": "object",
+        "properties": {f"p{n}": {**TEXT, "pattern": f"^[a-z]{{{n + 1}}}"} for n in range(20)},
+        "anyOf": [
+            {"required": [f"p{n}"], "additionalProperties": {"maxLength": 200 + n}}
+            for n in range(20)
+        ],
+    },
     "300 patterns": argument(
         {"anyOf": [{**TEXT, "pattern": f"^{each}.*x"} for each in MANY[:300]]}
     ),
@@ -64,7 +72,7 @@ EXPLODING: dict[str, Schema] = {
     "too large": {"type": "object", "properties": {str(n): TEXT for n in range(10_000)}},
 }
 
-SLOW = ("2,000 optional", "200 forms", "long pattern")
+SLOW = ("2,000 optional", "200 forms", "forms that combine limits", "long pattern")
 """Those that take seconds."""
 
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
 from kvtide.engine import RequestError
+from kvtide.engine.grammar.grammar import Grammar
+from kvtide.engine.grammar.grammar_compiler import GrammarError
+from kvtide.server.tools.grammars import enforcement
 from kvtide.server.tools.parser_registry import FORMATS
 from kvtide.server.tools.tool_spec import FunctionTool, ToolChoice, ToolRequest
 from tests.grids import everything
@@ -216,6 +219,7 @@ REFUSED: dict[str, tuple[Schema, str]] = {
     ),
     "contradiction": (argument({**TEXT, "pattern": "^abc$", "maxLength": 2}), "unsatisfiable"),
     "$ref": (argument({"$ref": "#/$defs/none"}), "/$defs/none"),
+    "a circle": (argument({"$ref": "#/properties/a"}), "#/properties/a refers to itself"),
     "uniqueItems": (argument({"type": "array", "uniqueItems": True}), "uniqueItems"),
     "minProperties": (argument({"type": "object", "minProperties": 2}), "minProperties is 2"),
     "nothing": (argument(False), "unsatisfiable"),
@@ -253,6 +257,81 @@ def test_a_required_call_of_another_tool_ignores_what_cannot_be_enforced(name: s
         assert not takes(grammar, spoken, written(name, "g", {"a": 6}))
 
 
+CONTRADICTING: list[tuple[Schema, Schema, Schema]] = [
+    (
+        {"anyOf": [{"required": ["z"]}, {"properties": {"a": {"type": "null"}}}],
+         "properties": {"a": TEXT, "z": TEXT}, "required": ["a"]},
+        {"a": "x", "z": "y"},
+        {"a": "x"},
+    ),
+    (
+        {"anyOf": [{"properties": {"a": {"pattern": "^b"}}},
+                   {"properties": {"a": {"pattern": "^c"}, "b": {"type": "null"}}}],
+         "properties": {"a": {**TEXT, "pattern": "^b$"}, "b": TEXT}, "required": ["a"]},
+        {"a": "b", "b": "x"},
+        {"a": "c"},
+    ),
+    (argument({"format": "date", "pattern": "b$"}), {"a": 5}, {"a": "2024-01-01"}),
+]  # fmt: skip
+"""Schemas of which a part is satisfied by nothing, a call that is valid, and one that is not."""
+
+
+@pytest.mark.parametrize("number", range(len(CONTRADICTING)))
+@pytest.mark.parametrize("name", FORMATS if everything() else QUICK)
+def test_no_call_begins_what_nothing_can_complete(name: str, number: int) -> None:
+    parameters, good, bad = CONTRADICTING[number]
+    spoken, request = model(name), ToolRequest(strict(parameters), REQUIRED)
+    grammar = spoken.grammars.compiled(request, "", None)
+    assert grammar is not None
+    assert takes(grammar, spoken, written(name, "f", good))
+    assert not takes(grammar, spoken, written(name, "f", bad))
+    assert not takes(grammar, spoken, written(name, "f", {}))
+    head, found, _ = written(name, "f", bad).rpartition(next(iter(map(str, bad.values()))))
+    state = spoken.compiler.compile(grammar).start()
+    for token in spoken.tokenizer.encode(head, add_special=False):
+        assert found and any(state.compute_bitmask()), "a dead end"
+        if not state.consume_token(token):
+            return
+    assert any(state.compute_bitmask()), "a dead end"
+
+
+@pytest.mark.parametrize("name", [*ONE_BY_ONE, "pythonic"])
+@pytest.mark.parametrize("limit", ["number", "size"])
+def test_limits_that_cannot_be_combined_are_refused_or_left_out(
+    name: str, limit: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A strict tool is refused. The arguments of another keep their types alone."""
+    parameters = argument(
+        {"type": "integer"}, anyOf=[{"properties": {"a": {"maximum": n}}} for n in range(5)]
+    )
+    spoken, reason = model(name), "more than 2 arguments combine limits"
+    if limit == "number":
+        monkeypatch.setattr(enforcement, "MAX_JUDGED", 2)
+    else:
+        reason = "too large"
+        monkeypatch.setattr(spoken.compiler, "compile", limited(spoken.compiler.compile, reason))
+    with pytest.raises(RequestError, match=rf"of f cannot be enforced: {reason}; simplify"):
+        spoken.grammars.compiled(ToolRequest(strict(parameters), REQUIRED), "", None)
+    loose = ToolRequest((FunctionTool("f", "", parameters),), REQUIRED)
+    grammar = spoken.grammars.compiled(loose, "", None)
+    assert grammar is not None and takes(grammar, spoken, written(name, "f", {"a": 50}))
+    assert not takes(grammar, spoken, written(name, "f", {"a": "x"}))
+
+
+def limited(compile: Callable[[Grammar], Any], reason: str) -> Callable[[Grammar], Any]:
+    """A compiler for which a terminal or JSON by itself exceeds a limit."""
+
+    def judged(grammar: Grammar) -> Any:
+        if grammar.text.lower().startswith("start: rule"):
+            raise GrammarError(grammar, reason)
+        return compile(grammar)
+
+    return judged
+
+
+ENDS = "</parameter></arg_value></｜DSML｜parameter>"
+
+
 @pytest.mark.parametrize("name", [*ONE_BY_ONE, "pythonic"])
 def test_what_one_form_cannot_hold_is_refused_for_it(name: str) -> None:
     """Names that its parser would not read, and bounds on what it writes in an order."""
@@ -262,10 +341,11 @@ def test_what_one_form_cannot_hold_is_refused_for_it(name: str) -> None:
         ({"type": "object", "properties": {odd: TEXT}}, "a name that this model's form"),
         ({**every, "patternProperties": {"^a": {"maxLength": 3}}, **CLOSED}, "patternProperties"),
         ({**every, "minProperties": 1, **CLOSED}, "minProperties"),
-        (argument({"enum": ["</parameter></arg_value></｜DSML｜parameter>"]}), "no value can be"),
+        (argument({"enum": [ENDS]}), "no arguments can be written that satisfy it"),
+        (argument({**TEXT, "pattern": f"^ab?{ENDS}"}), "no arguments can be written that"),
         (argument({**TEXT, "pattern": "(a|^b)c"}), "^ inside of the pattern"),
     ]:
-        if name == "pythonic" and ("no value" in words or "pattern '" in words or "^ ins" in words):
+        if name == "pythonic" and ("no arguments" in words or "^ ins" in words):
             continue  # It writes texts with quotes.
         with pytest.raises(RequestError, match=re.escape(words)):
             model(name).grammars.compiled(ToolRequest(strict(parameters), AUTO), "", None)

@@ -191,7 +191,7 @@ def test_schemas_that_cannot_be_enforced_bind_strict_tools_alone() -> None:
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_calls_of_odd_and_long_names_are_taken_and_read(name: str) -> None:
-    for called in ("a" * 128, "3d-render", "-x_", "mcp__plugin_long-name__read"):
+    for called in ("a" * 128, "3d", "3d-render", "-x_", "mcp__plugin_long-name__read"):
         tools = (FunctionTool(called, "", {"type": "object", "properties": {"a": {}}}),)
         request = ToolRequest(tools, REQUIRED)
         composed = grammar(name, tools=tools)

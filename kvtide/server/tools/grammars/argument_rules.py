@@ -6,12 +6,12 @@ this cannot hold is refused if its tool is strict; else the value is any of the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from kvtide.engine import RequestError
-from kvtide.engine.grammar.grammar_rules import ANY_TEXT, without
+from kvtide.engine.grammar.grammar_rules import ANY_TEXT, json_rule, quoted, without
 from kvtide.server.tools.grammars.lark_rules import LarkRules, any_of, word
 from kvtide.server.tools.schemas.alternatives import Conjunction, Schema, UnenforceableError
 from kvtide.server.tools.schemas.argument_forms import ArgumentForm
@@ -67,22 +67,31 @@ class ArgumentRules:
 
     def one_by_one(self, syntax: ArgumentSyntax) -> str:
         """The arguments of a call."""
-        forms = [" ".join(self._arguments(form, syntax)) for form in self.forms()]
-        return any_of(f"({form})" if form else '""' for form in dict.fromkeys(forms))
+        found = (self._arguments(form, syntax) for form in self.forms())
+        return self.any_form([" ".join(form) for form in found if form is not None])
 
-    def _arguments(self, form: ArgumentForm, syntax: ArgumentSyntax) -> Iterator[str]:
+    def any_form(self, forms: Sequence[str]) -> str:
+        """Any of the forms that can be written."""
+        if not forms:
+            self.refuse("", UnenforceableError("no arguments can be written that satisfy it"))
+        return any_of(f"({form})" if form else quoted("") for form in dict.fromkeys(forms or [""]))
+
+    def _arguments(self, form: ArgumentForm, syntax: ArgumentSyntax) -> list[str] | None:
+        """The arguments of a form; None where one that it requires has no value."""
+        found = []
         for name, schemas in form.arguments.items():
             written = self._written(name, schemas, syntax)
             if written is not None:
-                yield f"({written})" if name in form.required else f"({written})?"
+                found.append(f"({written})" if name in form.required else f"({written})?")
             elif name in form.required:
-                self.refuse(name, UnenforceableError("no value can be written that satisfies it"))
+                return None
+        return found
 
     def _written(
         self, name: str, schemas: tuple[object, ...], syntax: ArgumentSyntax
     ) -> str | None:
-        if not syntax.readable(name):
-            self.refuse(name, UnenforceableError("a name that this model's form cannot write"))
+        """Head, value and end; None where no value can be written."""
+        if not self.is_readable(name, syntax.readable):
             return None
         try:
             values = self._values(name, schemas, syntax)
@@ -92,22 +101,33 @@ class ArgumentRules:
         after = f" {syntax.after}" if syntax.after else ""
         return any_of(f"{value}{after}" for value in values) or None
 
+    def is_readable(self, name: str, readable: Callable[[str], bool]) -> bool:
+        """Whether the parser reads a name as it is. Refuses a strict tool if it does not."""
+        if not readable(name):
+            self.refuse(name, UnenforceableError("a name that this model's form cannot write"))
+        return readable(name)
+
     def _values(self, name: str, schemas: tuple[object, ...], syntax: ArgumentSyntax) -> list[str]:
-        """Head, value and end, in all ways that there are."""
+        """The value in all ways that there are."""
         alternatives = self.schema.alternatives(schemas)
         types, admitted = self.schema.types(name), types_of(alternatives)
         text, as_json = self._parts(alternatives, types, admitted, syntax)
         found = []
-        if text is not None:
-            limited = f"({text}) & {without(syntax.ends)}"
+        if text is not None and (limited := self._limited(text, syntax)) is not None:
             found.append(
                 f"{syntax.head(name, as_text=True)} {self._rules.until(limited, syntax.end)}"
             )
-        if as_json:
-            value = self.json(name, schemas, None if as_json == admitted else as_json)
+        limits = None if as_json == admitted else as_json
+        if as_json and (value := self.json(name, schemas, limits)) is not None:
             head = syntax.head(name, as_text=False)
             found.append(f"{head} {value} {self._rules.marker(syntax.end)}")
         return found
+
+    def _limited(self, text: str, syntax: ArgumentSyntax) -> str | None:
+        """The texts of a terminal without what ends a value; None if there are none."""
+        limited = f"({text}) & {without(syntax.ends)}"
+        is_plain = text == ANY_TEXT or self._rules.satisfiable(f'({limited}) "."')
+        return limited if is_plain else None
 
     def _parts(
         self,
@@ -136,11 +156,15 @@ class ArgumentRules:
 
     def json(
         self, name: str, schemas: tuple[object, ...], types: frozenset[str] | None = None
-    ) -> str:
-        """A value as JSON; of some types alone, if they are given."""
+    ) -> str | None:
+        """A value as JSON, of some types alone if they are given; None if there is none."""
         limits = () if types is None else ({"type": sorted(types)},)
         try:
             schema = self.schema.root.standalone(*(schemas or (True,)), *limits)
+            combined = len(schemas) + len(limits) > 1  # One schema alone has been compiled before.
+            rule = json_rule(schema, {}, strict=self._tool.strict) if combined else ""
+            if combined and not self._rules.satisfiable(rule):
+                return None
         except UnenforceableError as flaw:
             self.refuse(name, flaw)
             schema = {"type": sorted(self.schema.types(name))}
@@ -148,7 +172,7 @@ class ArgumentRules:
 
     def rule(self, name: str, body: str) -> str:
         """A rule of this tool."""
-        return self._rules.add(f"{word(self._tool.name)}_{name}", body)
+        return self._rules.add(f"{name}_{word(self._tool.name)}", body)
 
     def _json(self, name: str, schema: Schema) -> str:
         rule = f"arg_{word(self._tool.name)}_{word(name)}"

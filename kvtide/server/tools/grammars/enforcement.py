@@ -18,12 +18,19 @@ from kvtide.engine.grammar.grammar_rules import TEMPLATE_LAYOUT, json_rule
 from kvtide.server.tools.grammars.argument_rules import unenforceable
 from kvtide.server.tools.grammars.lark_rules import arguments_schema
 from kvtide.server.tools.parser_registry import ChatFormats
+from kvtide.server.tools.schemas.alternatives import (
+    CircularReferenceError,
+    RootSchema,
+    UnenforceableError,
+)
 from kvtide.server.tools.schemas.argument_forms import plain_form
 from kvtide.server.tools.schemas.value_types import ANY_TYPE, declared_types
 from kvtide.server.tools.tool_spec import FunctionTool, ToolRequest
 
 _MAX_NAMED = 64
 """Arguments among which the one at fault is looked for."""
+MAX_JUDGED = 4096
+"""Rules of one answer that are compiled to see whether any text matches them."""
 
 
 class AnswerGrammars:
@@ -46,7 +53,8 @@ class AnswerGrammars:
                     for tool in request.tools
                 ),
             )
-        grammar = self._formats.grammar(request, prompt, content)
+        judge = _RuleJudge(self._compiler)
+        grammar = self._formats.grammar(request, prompt, content, judge.satisfiable)
         if grammar is not None and grammar is not content:
             self._compile(grammar)
         return grammar
@@ -67,13 +75,14 @@ class AnswerGrammars:
             self._check(tool)
             return tool
         schemas = (arguments_schema(tool), _every_argument(tool.parameters))
-        if any(self._flaw(schema, strict=False) for schema in schemas):
+        if any(self._flaw(schema, strict=False) or _circle(schema) for schema in schemas):
             return replace(tool, parameters=_types_alone(tool.parameters))
         return tool
 
     def _check(self, tool: FunctionTool) -> None:
         every = _every_argument(tool.parameters)
-        flaw = self._flaw(arguments_schema(tool)) or self._flaw(every)
+        whole = arguments_schema(tool)
+        flaw = self._flaw(whole) or self._flaw(every) or _circle(whole)
         if flaw is not None:
             raise unenforceable(tool, self._at_fault(every, flaw), flaw)
 
@@ -106,6 +115,42 @@ class AnswerGrammars:
             ),
             "",
         )
+
+
+class _RuleJudge:
+    """Judges the rules of one answer."""
+
+    def __init__(self, compiler: GrammarCompiler) -> None:
+        self._compiler = compiler
+        self._left = MAX_JUDGED
+
+    def satisfiable(self, rule: str) -> bool:
+        """Whether some text matches a terminal or a rule of JSON; raises `UnenforceableError` where
+        a limit leaves that open."""
+        if not self._left:
+            raise UnenforceableError(f"more than {MAX_JUDGED} arguments combine limits")
+        self._left -= 1
+        name = "rule" if rule.startswith("%json") else "RULE"
+        try:
+            self._compiler.compile(Grammar("lark", f"start: {name}\n{name}: {rule}"))
+        except GrammarError as flaw:
+            if not flaw.matches_nothing:
+                raise UnenforceableError(flaw.reason) from None
+            return False
+        return True
+
+
+def _circle(schema: Mapping[str, object]) -> str | None:
+    """Which reference of the schema or of an argument leads to itself, and so never to a value."""
+    root = RootSchema(schema)
+    try:
+        for each in (schema, *(each for (each,) in plain_form(schema).arguments.values())):
+            root.alternatives(each)
+    except CircularReferenceError as flaw:
+        return str(flaw)
+    except UnenforceableError:
+        return None  # What cannot be followed is the compiler's to judge.
+    return None
 
 
 def _every_argument(parameters: Mapping[str, object]) -> dict[str, object]:

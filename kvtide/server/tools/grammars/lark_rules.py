@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from kvtide.engine.grammar.grammar import Grammar
 from kvtide.engine.grammar.grammar_rules import (
@@ -32,11 +32,24 @@ _OPEN = frozenset({"anyOf", "oneOf", "allOf", "$ref", "if", "patternProperties"}
 """Keywords beside which a schema's own properties are not all there are."""
 
 
-class LarkRules:
-    """Rules of one grammar, by name; `special` has the ids of markers that are special tokens."""
+def always(rule: str) -> bool:
+    """Every rule is taken to match some text."""
+    return True
 
-    def __init__(self, special: Mapping[str, int]) -> None:
+
+class LarkRules:
+    """Rules of one grammar, by name.
+
+    special      the ids of markers that are special tokens
+    satisfiable  whether some text matches a terminal or a rule of JSON; may raise
+                 `UnenforceableError`
+    """
+
+    def __init__(
+        self, special: Mapping[str, int], satisfiable: Callable[[str], bool] = always
+    ) -> None:
         self._special = dict(special)
+        self.satisfiable = satisfiable
         self._rules: dict[str, str] = {}
         self._names: dict[str, str] = {}
 

@@ -6,7 +6,9 @@ tool's schema is compiled as JSON first, which refuses others.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
+from itertools import chain
 from typing import Any
 from urllib.parse import unquote
 
@@ -17,16 +19,23 @@ Conjunction = tuple[Schema, ...]
 MAX_ALTERNATIVES = 1024
 MAX_STEPS = 10_000
 """Schemas that are looked at for one tool: references can double the work at every level."""
-_MAX_REFERENCES = 64
+_MAX_DEPTH = 100
 _COMBINING = ("$ref", "allOf", "anyOf", "oneOf")
 _NAMED = ("properties", "patternProperties", "$defs", "definitions")
 """Keywords whose values are schemas by name."""
+_INDEX = re.compile(r"[0-9]{1,6}")
+_BASES = ("$id", "$schema")
+"""Keywords that would change what a reference refers to."""
 _VERBATIM = ("enum", "const", "default", "examples")
 """Keywords whose values are no schemas."""
 
 
 class UnenforceableError(ValueError):
     """A schema that this server cannot enforce; the message says why."""
+
+
+class CircularReferenceError(UnenforceableError):
+    """A schema that is itself, whatever it is."""
 
 
 class RootSchema:
@@ -44,14 +53,17 @@ class RootSchema:
         if known not in self._known:
             found: list[Conjunction] = [()]
             for schema in schemas:
-                found = _both(found, self._expanded(schema, ()))
+                found = _both(found, self._expanded(schema, (), 0))
             self._known[known] = found
         return self._known[known]
 
-    def _expanded(self, schema: object, within: tuple[str, ...]) -> list[Conjunction]:
+    def _expanded(self, schema: object, within: tuple[str, ...], depth: int) -> list[Conjunction]:
+        """`within`: the references that lead here."""
         self._steps += 1
         if self._steps > MAX_STEPS:
             raise UnenforceableError(f"it has more than {MAX_STEPS} parts with all references")
+        if depth > _MAX_DEPTH:
+            raise UnenforceableError("its references and alternatives are nested too deeply")
         if isinstance(schema, bool):
             return [()] if schema else []
         if not isinstance(schema, Mapping):
@@ -59,21 +71,20 @@ class RootSchema:
         plain = {key: value for key, value in schema.items() if key not in _COMBINING}
         found: list[Conjunction] = [(plain,)] if plain else [()]
         if (pointer := schema.get("$ref")) is not None:
-            found = _both(found, self._referred(pointer, within))
+            found = _both(found, self._referred(pointer, within, depth + 1))
         for each in _listed(schema, "allOf"):
-            found = _both(found, self._expanded(each, within))
+            found = _both(found, self._expanded(each, within, depth + 1))
         for key in ("anyOf", "oneOf"):
             if key in schema:
-                either = [a for each in _listed(schema, key) for a in self._expanded(each, within)]
-                found = _both(found, either)
+                listed = _listed(schema, key)
+                either = (self._expanded(each, within, depth + 1) for each in listed)
+                found = _both(found, [*chain.from_iterable(either)])
         return found
 
-    def _referred(self, pointer: object, within: tuple[str, ...]) -> list[Conjunction]:
+    def _referred(self, pointer: object, within: tuple[str, ...], depth: int) -> list[Conjunction]:
         if pointer in within:
-            raise UnenforceableError(f"{pointer} refers to itself")
-        if len(within) == _MAX_REFERENCES:
-            raise UnenforceableError(f"more than {_MAX_REFERENCES} references in a row")
-        return self._expanded(self.target(pointer), (*within, str(pointer)))
+            raise CircularReferenceError(f"{pointer} refers to itself")
+        return self._expanded(self.target(pointer), (*within, str(pointer)), depth)
 
     def target(self, pointer: object) -> object:
         """What a `$ref` points to."""
@@ -84,7 +95,7 @@ class RootSchema:
             key = part.replace("~1", "/").replace("~0", "~")
             if isinstance(found, Mapping) and key in found:
                 found = found[key]
-            elif isinstance(found, list) and key.isdecimal() and int(key) < len(found):
+            elif isinstance(found, list) and _INDEX.fullmatch(key) and int(key) < len(found):
                 found = found[int(key)]
             else:
                 raise UnenforceableError(f"$ref {pointer!r:.80} points to nothing")
@@ -125,6 +136,8 @@ def _moved(schema: object, names: dict[str, str]) -> object:
         return schema
     moved: dict[str, object] = {}
     for key, value in schema.items():
+        if key in _BASES and isinstance(value, str):
+            continue
         if key == "$ref" and isinstance(value, str):
             moved[key] = f"#/$defs/{names.setdefault(value, f'r{len(names)}')}"
         elif key in _NAMED and isinstance(value, Mapping):

@@ -15,7 +15,6 @@ from kvtide.engine.grammar.grammar_rules import (
     pattern_rule,
     regex_rule,
     texts_rule,
-    without,
 )
 from kvtide.server.tools.schemas.alternatives import Conjunction, Schema, UnenforceableError
 from kvtide.server.tools.schemas.search_pattern import searched
@@ -135,8 +134,3 @@ def _constraints(schema: Schema) -> list[str]:
 def _length(value: object) -> int | None:
     is_whole = type(value) is int or (isinstance(value, float) and value.is_integer())
     return int(value) if is_whole and isinstance(value, int | float) else None
-
-
-def ended(text: str, ends: Sequence[str]) -> str:
-    """The texts of an expression that have none of the `ends` in them."""
-    return f"({text}) & {without(ends)}"

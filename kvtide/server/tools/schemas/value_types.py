@@ -18,7 +18,7 @@ TYPES: dict[type, frozenset[str]] = {
 }
 """The types that admit a value of Python's."""
 ANY_TYPE = frozenset[str]().union(*TYPES.values())
-STRING_KEYWORDS = frozenset({"minLength", "maxLength", "pattern", "format"})
+_STRING_KEYWORDS = frozenset({"minLength", "maxLength", "pattern", "format"})
 _NUMBER_KEYWORDS = frozenset(
     {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"}
 )
@@ -30,7 +30,7 @@ _OBJECT_KEYWORDS = frozenset(
     }
 )
 _CONSTRAINING = (
-    (STRING_KEYWORDS, frozenset({"string"})),
+    (_STRING_KEYWORDS, frozenset({"string"})),
     (_NUMBER_KEYWORDS, NUMBERS),
     (_ARRAY_KEYWORDS, frozenset({"array"})),
     (_OBJECT_KEYWORDS, frozenset({"object"})),
