@@ -7,6 +7,9 @@ from torch import Tensor
 from torch.nn import functional
 
 BLOCK = (128, 128)
+FORM, RUN, SCALE_BYTES = "F8_E4M3", 32, 4
+"""Of a weight that stays packed: the form's name, and the numbers of a row that lie behind a scale
+of their own."""
 LARGEST = 448.0
 """Of e4m3's numbers."""
 _SMALLEST_EXPONENT, _EXPONENT_BIAS, _MANTISSA_BITS = -126, 127, 23
@@ -22,6 +25,22 @@ def blocks(weight: Tensor, block: tuple[int, int]) -> tuple[int, ...]:
 def dequantise(weight: Tensor, scales: Tensor, block: tuple[int, int]) -> Tensor:
     """In float32, each value rounded once; with powers of two as scales, not at all."""
     return weight.float().mul_(_of_each(weight, scales, block))
+
+
+def packed_row_bytes(columns: int, block: tuple[int, int]) -> int | None:
+    """Of a row as `packed` gives it; None where runs do not fit rows or blocks."""
+    fits = columns % RUN == 0 and block[1] % RUN == 0
+    return columns // RUN * (RUN + SCALE_BYTES) if fits else None
+
+
+def packed(weight: Tensor, scales: Tensor, block: tuple[int, int]) -> Tensor:
+    """A matrix as bytes: every run of a row is its scale in fp32 and its codes."""
+    rows, columns = weight.shape
+    by_row = scales.float().repeat_interleave(block[0], dim=0)[:rows]
+    by_run = by_row.repeat_interleave(block[1] // RUN, dim=1)[:, : columns // RUN]
+    heads = by_run.contiguous().view(torch.uint8).unflatten(1, (-1, SCALE_BYTES))
+    codes = weight.contiguous().view(torch.uint8).unflatten(1, (-1, RUN))
+    return torch.cat([heads, codes], 2).flatten(1)
 
 
 def quantise(weight: Tensor, block: tuple[int, int] = BLOCK) -> tuple[Tensor, Tensor]:

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from kvtide.layers.backend.packed_weight import PackedWeight, half_form
+from kvtide.layers.backend.packed_weight import PackedRows, PackedWeight, half_form
 from kvtide.models import fp8, mxfp4
 from kvtide.models.model_errors import CheckpointError
 from kvtide.models.safetensors_folder import SafetensorsWeights, StoredTensors, WeightOutline
@@ -73,14 +73,26 @@ class PublishedWeights:
     def packed(self, name: str) -> PackedWeight | None:
         if not self.tensors.has(name):
             return None
-        return PackedWeight.of_halves(self.tensors.get(name))
+        weight = self.tensors.get(name)
+        if weight.dtype is not torch.float8_e4m3fn:
+            return PackedWeight.of_halves(weight)
+        if self._packed_row_bytes(weight) is None:
+            return None
+        data = fp8.packed(weight, self._block_scales(name, weight, None), self.block)
+        return PackedWeight(weight.shape[1], (PackedRows(fp8.FORM, data),))
+
+    def _packed_row_bytes(self, weight: Tensor) -> int | None:
+        is_matrix = weight.dim() == 2
+        return fp8.packed_row_bytes(weight.shape[1], self.block) if is_matrix else None
 
     def outline(self, name: str) -> WeightOutline:
         if self.tensors.has(f"{name}_blocks"):
             return WeightOutline(mxfp4.VALUES.dtype)
         stored = self.tensors.get(name)
         if stored.dtype is torch.float8_e4m3fn:
-            return WeightOutline(torch.float32)
+            row_bytes = self._packed_row_bytes(stored)
+            form = None if row_bytes is None else fp8.FORM
+            return WeightOutline(torch.float32, form, row_bytes or 0)
         if self._is_packed(name, stored):
             return WeightOutline(mxfp4.VALUES.dtype)
         form = half_form(stored)
@@ -109,11 +121,15 @@ class PublishedWeights:
         if rows is not None and weight.dim() == 2:
             of_scales, skipped = _block_rows(rows, self.block[0])
             weight = self._stored(name, range(rows.start - skipped, rows.stop))
-        scales = self._scales(name, weight, of_scales)
+        scales = self._block_scales(name, weight, of_scales)
+        return fp8.dequantise(weight, scales, self.block)[skipped:]
+
+    def _block_scales(self, name: str, weight: Tensor, rows: range | None) -> Tensor:
+        scales = self._scales(name, weight, rows)
         if weight.dim() < 2 or scales.shape != fp8.blocks(weight, self.block):
             each = " × ".join(map(str, self.block))
             raise self._misfit(name, weight, scales, f"a scale for each block of {each}")
-        return fp8.dequantise(weight, _numbers(scales), self.block)[skipped:]
+        return _numbers(scales)
 
     def _four_bits(self, name: str, weight: Tensor, rows: range | None) -> Tensor:
         scales = self._scales(name, weight, rows)

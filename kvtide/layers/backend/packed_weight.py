@@ -31,7 +31,7 @@ class PackedRows:
 class PackedWeight:
     """Rows of a weight, one run of them after another; each row stands for `inputs` numbers.
 
-    Forms are named as in GGUF: Q8_0, Q4_K, BF16 and so on.
+    Forms are named as in GGUF: Q8_0, Q4_K, BF16 and so on; F8_E4M3 is that of `models/fp8`.
     """
 
     inputs: int

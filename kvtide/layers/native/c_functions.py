@@ -14,7 +14,10 @@ TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 FORMS = {
     name: number
     for number, name in enumerate(
-        ("BF16", "F16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
+        (
+            *("BF16", "F16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K"),
+            "F8_E4M3",
+        )
     )
 }
 """Of packed weights, as `packed.h` numbers them."""

@@ -12,12 +12,11 @@ namespace {
 constexpr int DOTS = 4;        // Rows that take a weight together, in registers.
 constexpr int FEW = 2 * DOTS;  // More rows are worth panels.
 
-// R rows; where there are fewer, the last one again.
 template <class Form, int R>
 void dots(const Problem& p, const uint8_t* weight, int64_t outputs) {
   const int64_t row_bytes = packed::stored_bytes<Form>(p.inputs);
   const float* xs[R];
-  for (int r = 0; r < R; r++) xs[r] = p.x + (r < p.rows ? r : p.rows - 1) * p.x_stride;
+  for (int r = 0; r < R; r++) xs[r] = p.x + r * p.x_stride;
   for (int64_t first = 0; first < outputs; first += W) {
     const int64_t count = outputs - first < W ? outputs - first : W;
     Vec sums[R][W] = {};
@@ -32,7 +31,7 @@ void dots(const Problem& p, const uint8_t* weight, int64_t outputs) {
       for (int r = 0; r < R; r++)
         for (int i = 0; i < packed::VECS; i++) sums[r][o] += totals[r][i];
     }
-    for (int r = 0; r < R && r < p.rows; r++) {
+    for (int r = 0; r < R; r++) {
       float totals[W];
       total_all<W>(totals, sums[r]);
       for (int64_t o = 0; o < count; o++)
@@ -84,6 +83,8 @@ void packed_between(Problem p, const uint8_t* weight, int64_t begin, int64_t end
       dots<Form, 1>(p, weight, end - begin);
     else if (p.rows == 2)
       dots<Form, 2>(p, weight, end - begin);
+    else if (p.rows == 3)
+      dots<Form, 3>(p, weight, end - begin);
     else
       dots<Form, DOTS>(p, weight, end - begin);
   }

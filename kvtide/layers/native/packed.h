@@ -1,8 +1,8 @@
 // Weights as checkpoints store them: blocks of numbers in few bits, and what scales them.
 //
 // A form says how many elements and bytes a block has, and gives 32 elements of it (a run) as
-// floats: the same as `models/gguf/quants.py`. Scale times level has no more bits than a float, so
-// that a multiplication and an addition may be rounded once.
+// floats: the same as `models/gguf/quants.py` and `models/fp8.py`. GGUF's scale times level has no
+// more bits than a float, so that a multiplication and an addition may be rounded once.
 #pragma once
 
 #include "vectors.h"
@@ -126,6 +126,21 @@ struct Float16 {
   }
 };
 
+// Numbers in e4m3 behind the scale of all 32, in fp32: `models/fp8.py`. Its exponent is 120 less
+// than a float's. Codes of NaN, which no weight has, count as 480.
+struct F8_E4M3 {
+  static constexpr int ELEMENTS = 32, BYTES = 36, SCALES = 1;
+  static inline void scales(float* to, const uint8_t* from, int blocks) {
+    for (int i = 0; i < blocks; i++) __builtin_memcpy(to + i, from + i * BYTES, sizeof *to);
+  }
+  static inline void run(Vec* to, const uint8_t* from, int, const float* scale) {
+    for (int i = 0; i < VECS; i++) {
+      const IVec bits = signed_bytes(from + 4 + W * i) << 20;
+      to[i] = (Vec)(bits & (int32_t)0x87f00000) * 0x1p120f * *scale;
+    }
+  }
+};
+
 // -- blocks of 32: a scale, sometimes a least value, and levels ----------------------------------
 
 struct Q8_0 {
@@ -241,6 +256,7 @@ inline void with_form(int number, Call with) {
     case 7: return with(Runs<false>());
     case 8: return with(Runs<true>());
     case 9: return with(Q6_K());
+    case 10: return with(F8_E4M3());
   }
 }
 

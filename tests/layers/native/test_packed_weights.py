@@ -5,6 +5,7 @@ The second reading of the format (`tests/models/gguf_files`) shares no code with
 
 from __future__ import annotations
 
+from pathlib import Path
 from unittest import mock
 
 import numpy as np
@@ -20,15 +21,19 @@ from kvtide.layers.native.c_functions import FORMS
 from kvtide.layers.native.native_arithmetic import NativeArithmetic
 from kvtide.layers.native.native_ops import NativeOps
 from kvtide.layers.tensor_ranks import TensorRanks
-from kvtide.models import build
+from kvtide.models import build, fp8
 from kvtide.models.checkpoint import Checkpoint
+from kvtide.models.default_model import shipped_draft
+from kvtide.models.draft_checkpoint import open_draft
 from kvtide.models.model import Decoder
+from kvtide.models.outlined_weights import OutlinedWeights
 from kvtide.spec.families import KVDType
 from tests.layers.native.test_native_ops import native
 from tests.models.conftest import smollm2
 from tests.models.gguf_files import SCALARS, random_blocks, scalar_values
 from tests.models.playing import Player
 from tests.models.test_logits import ONE_PER_FAMILY, TOLERANCE
+from tests.models.test_published import FP8, eight_bits, exponents, scales_in_fp32, write
 from tests.models.tiny import Tensors, checkpoint, prompt
 
 __all__ = ["native", "smollm2"]
@@ -45,6 +50,11 @@ def packed(form: str, rows: int, inputs: int, seed: int = 0) -> tuple[PackedWeig
         weight = PackedWeight.of_halves(given)
         assert weight is not None
         return weight, given.float()
+    if form == fp8.FORM:
+        scales = torch.rand(-(-rows // 128), -(-inputs // 128)) + 0.1
+        codes, numbers = eight_bits(rows, inputs, scales, seed)
+        data = fp8.packed(codes, scales, fp8.BLOCK)
+        return PackedWeight(inputs, (PackedRows(form, data),)), numbers
     scalar = SCALARS[form]
     data = random_blocks(scalar, rows * inputs // scalar.elements, seed)
     numbers = torch.from_numpy(scalar_values(scalar, data).copy()).view(rows, inputs)
@@ -123,6 +133,39 @@ def test_tokens_of_several_sequences_are_embedded_together(native: NativeOps) ->
     assert torch.equal(packed_rows, rows)
 
 
+@pytest.mark.parametrize("powers", [False, True])
+def test_published_weights_in_eight_bits_stay_packed(
+    tmp_path: Path, powers: bool, native: NativeOps
+) -> None:
+    """300 × 160: in blocks of 128 × 128, with smaller ones at both edges."""
+    scales = exponents(3, 2).view(torch.float8_e8m0fnu) if powers else scales_in_fp32(3, 2)
+    codes, numbers = eight_bits(300, 160, scales)
+    weights = write(tmp_path, {"a.weight": codes, "a.weight_scale_inv": scales}, FP8).weights
+    outlined = OutlinedWeights(weights).packed("a.weight")
+    found = weights.packed("a.weight")
+    assert found is not None and outlined is not None and found.is_of(FORMS)
+    assert torch.equal(native.arithmetic.unpacked(found), numbers)
+    (run,), (outline,) = found.runs, outlined.runs
+    assert (run.form, run.data.shape) == (outline.form, outline.data.shape)
+    assert run.data.nbytes == 300 * 160 * 36 // 32
+
+
+@pytest.mark.parametrize(("columns", "block"), [(150, 128), (160, 48)])
+def test_rows_or_blocks_that_are_no_whole_runs_are_read_as_numbers(
+    tmp_path: Path, columns: int, block: int
+) -> None:
+    blocks = -(-columns // block)
+    tensors = {
+        "a.weight": torch.ones(8, columns).to(torch.float8_e4m3fn),
+        "a.weight_scale_inv": torch.rand(1, blocks),
+    }
+    method = {**FP8, "weight_block_size": [128, block]}
+    weights = write(tmp_path, tensors, method).weights
+    assert weights.packed("a.weight") is None
+    assert OutlinedWeights(weights).packed("a.weight") is None
+    assert weights.get("a.weight").shape == (8, columns)
+
+
 # -- models --------------------------------------------------------------------------------------
 
 
@@ -176,3 +219,25 @@ def test_the_default_model_stays_packed(smollm2: Checkpoint, native: NativeOps) 
     assert (
         sum(taken) == model.layers[0].attention.qkv.outputs * smollm2.config["hidden_size"] * 5 / 8
     )
+
+
+def test_the_draft_of_the_default_model_stays_packed(
+    smollm2: Checkpoint, native: NativeOps
+) -> None:
+    """All its matrices, `lm_head` in eight bits; drafts are sampled from logits as close as those
+    of other packed weights."""
+    folder = shipped_draft()
+    assert folder is not None
+    opened = open_draft(folder)
+    target = build(smollm2.config, smollm2.weights, draft=opened)
+    draft = opened.build(target)
+    mlp, head = draft.first.mlp, draft.head.linear
+    linears = [draft.joining, draft.first.attention.qkv, draft.first.attention.out]
+    for linear in (*linears, mlp.gate_up, mlp.down, head):
+        assert isinstance(linear.held, PackedWeight)
+    (rows,) = head.held.runs
+    width = smollm2.config["hidden_size"]
+    assert rows.data.nbytes == head.outputs * width * 36 // 32
+    hidden = torch.randn(4, width)
+    wanted = functional.linear(draft.norm(hidden), opened.weights.get("lm_head.weight"))
+    assert_close(draft.logits(hidden), wanted)
