@@ -170,10 +170,10 @@ def test_a_strict_call_is_taken_if_and_only_if_its_schema_allows_it(
         for arguments in given:
             text = written(name, "f", arguments)
             ((_, read),) = calls(new_parser(), text)
-            said = f"{name}: {text!r} is read as {read}"
-            assert takes(grammar, spoken, text) == is_valid(read, parameters), said
+            wrong = f"{name}: {text!r} is read as {read}"
+            assert takes(grammar, spoken, text) == is_valid(read, parameters), wrong
             if name not in ONE_BY_ONE:
-                assert json.loads(read) == arguments, said
+                assert json.loads(read) == arguments, wrong
 
 
 @pytest.mark.parametrize(
