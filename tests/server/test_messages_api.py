@@ -684,7 +684,7 @@ def test_variables_of_the_template_come_from_fields_unless_they_are_named() -> N
 
 # -- events ---------------------------------------------------------------------------------------
 
-COUNTS = TokenCounts(prompt=50, cached=16, written=32, output=7, reasoning=2, details={})
+COUNTS = TokenCounts(prompt=50, cached=16, written=32, output=7, reasoning=2, drafts={}, details={})
 
 
 def written(finish: Finish, *events: OutputEvent) -> tuple[list[Json], Json]:

@@ -593,7 +593,7 @@ def test_history_comes_before_the_input() -> None:
 
 # -- events ---------------------------------------------------------------------------------------
 
-COUNTS = TokenCounts(prompt=50, cached=16, written=32, output=7, reasoning=2, details={})
+COUNTS = TokenCounts(prompt=50, cached=16, written=32, output=7, reasoning=2, drafts={}, details={})
 
 
 def written(finish: Finish, *events: OutputEvent) -> list[Json]:

@@ -153,6 +153,24 @@ def test_usage_counts_drafts_where_a_server_speculates(serve: Serve, client: Cli
     assert "completion_tokens_details" not in ask(client, {})["usage"]
 
 
+def test_other_apis_count_drafts_too(serve: Serve, client: Client) -> None:
+    server, text, more = serve(speculate="ngram"), REPETITIVE, {"temperature": 0}
+    chat = [{"role": "user", "content": text}]
+    for path, body in (
+        ("/v1/responses", {"input": text, "max_output_tokens": ANSWER, **more}),
+        ("/v1/messages", {"messages": chat, "max_tokens": ANSWER, **more}),
+    ):
+        lengths = server.engine.accept_length_stats
+        assert lengths is not None
+        accepted, rejected = lengths.accepted, lengths.rejected
+        counted = server.client.post(path, body).json()["usage"]["output_tokens_details"]
+        assert counted["accepted_prediction_tokens"] == lengths.accepted - accepted
+        assert counted["rejected_prediction_tokens"] == lengths.rejected - rejected
+        assert lengths.accepted + lengths.rejected > accepted + rejected
+        plain = client.post(path, body).json()["usage"].get("output_tokens_details", {})
+        assert not {*plain} & {"accepted_prediction_tokens", "rejected_prediction_tokens"}
+
+
 def test_a_request_may_do_without(serve: Serve) -> None:
     server = serve(speculate="ngram")
     body = {"temperature": 0, "return_cached_tokens_details": True}

@@ -167,5 +167,6 @@ def _usage(counts: TokenCounts) -> Json:
         "cache_creation_input_tokens": counts.written,
         "cache_read_input_tokens": counts.cached,
         "output_tokens": counts.output,
+        **({"output_tokens_details": counts.drafts} if counts.drafts else {}),
         **counts.details,
     }

@@ -38,6 +38,7 @@ class TokenCounts:
     cached     of the prompt: read from the cache
     written    of the prompt: computed, and kept in the cache as whole pages
     reasoning  of the output
+    drafts     accepted and rejected ones, on a server that speculates
     details    of the cache, where the request asks for them
     """
 
@@ -46,6 +47,7 @@ class TokenCounts:
     written: int
     output: int
     reasoning: int
+    drafts: Json
     details: Json
 
     @property
@@ -146,6 +148,7 @@ class EventFormatter:
             written=max(0, kept - cached),
             output=usage["completion_tokens"],
             reasoning=self._reasoning,
+            drafts=usage.get("completion_tokens_details", {}),
             details={name: given for name, given in usage.items() if name not in _COUNTS},
         )
 

@@ -192,7 +192,7 @@ def _usage(counts: TokenCounts) -> Json:
         "input_tokens": counts.prompt,
         "input_tokens_details": read,
         "output_tokens": counts.output,
-        "output_tokens_details": {"reasoning_tokens": counts.reasoning},
+        "output_tokens_details": {"reasoning_tokens": counts.reasoning, **counts.drafts},
         "total_tokens": counts.prompt + counts.output,
         **counts.details,
     }
