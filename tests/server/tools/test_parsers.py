@@ -23,11 +23,12 @@ from kvtide.server.tools.output_events import (
 from kvtide.server.tools.parser_registry import FORMATS
 from kvtide.server.tools.tool_spec import FunctionTool
 from tests.grids import everything
+from tests.server.tools.generated import GENERATED
 from tests.server.tools.posted import POSTED
 from tests.server.tools.recorded import ALL as WRITTEN
 from tests.server.tools.recorded import TOOLS, Recorded
 
-ALL = [*WRITTEN, *POSTED]
+ALL = [*WRITTEN, *POSTED, *GENERATED]
 BY_NAME = {f"{each.format}: {each.name}": each for each in ALL}
 
 
