@@ -7,6 +7,7 @@ answers to a prompt, stops, failing copies and stores. The reference has none of
 from __future__ import annotations
 
 import re
+import threading
 from dataclasses import replace
 from functools import cache as cached
 from pathlib import Path
@@ -17,6 +18,7 @@ import pytest
 
 from kvtide.cache import CacheConfig, TieredCache, Tokens
 from kvtide.engine import Engine, Finish, Request, RequestParams, SamplingParams
+from kvtide.engine.grammar import step_masks
 from kvtide.engine.grammar.grammar import Grammar
 from kvtide.engine.overlap import OverlapState
 from kvtide.engine.speculation.ngram import NgramDrafter
@@ -187,6 +189,28 @@ def test_a_batch_gives_the_texts_of_requests_alone(
     assert (OverlapState.LAUNCHED in states) == launches
     if options.get("drafter"):
         assert engine.accept_length_stats is not None and engine.accept_length_stats.accepted > 0
+
+
+def test_masks_are_computed_beside_the_commit_of_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, committed = engine_of(), threading.Event()
+    compute, commit = step_masks.StepMasks._compute, engine.cache.commit
+
+    def compute_late(*given: Any) -> None:
+        assert committed.wait(60), "the engine does not go on before the masks are there"
+        committed.clear()
+        compute(*given)
+
+    def commit_first(*given: Any, **options: Any) -> None:
+        commit(*given, **options)
+        committed.set()
+
+    monkeypatch.setattr(step_masks.StepMasks, "_compute", compute_late)
+    monkeypatch.setattr(engine.cache, "commit", commit_first)
+    request = engine.submit(asked(3, REGEXES[0], SamplingParams(1.0, seed=4)))
+    while not engine.idle:
+        engine.step()
+    check_texts([request])
+    assert engine.masks.steps == len(request.output) > 0
 
 
 def test_drafts_that_a_grammar_refuses_are_not_verified() -> None:
