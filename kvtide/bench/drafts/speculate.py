@@ -1,8 +1,8 @@
 """What speculation is worth: tokens per second with it and without, in one run.
 
 Two engines have one model's weights: one with a drafter, one without. The same requests go through
-both at the same time, a step of one, then a step of the other, so that a machine that slows down
-does so for both. Greedy answers must be the same. A first round, which is not counted, leaves the
+both at the same time, some steps of one, then of the other, so that a machine that slows down does
+so for both. Greedy answers must be the same. A first round, which is not counted, leaves the
 prompts in both caches and lets the engine learn what drafts are worth: decoding is what is
 measured.
 
@@ -36,6 +36,8 @@ from kvtide.models.model_errors import CheckpointError
 from kvtide.models.tokenizer import Tokenizer, load_tokenizer
 from kvtide.spec.families import KVDType
 
+TURN_STEPS = 20
+"""Steps of an engine before the other's. The engine times its own steps, from one to the next."""
 NEVER_BATCH = 64
 ROW_BATCHES = (1, 2, 8)
 MAX_ROW_DRAFTS = 5
@@ -336,7 +338,7 @@ class _Served(NamedTuple):
 def _serve(
     engines: tuple[Engine, Engine], params: Sequence[RequestParams], at_once: int
 ) -> _Served:
-    """The requests through both engines, `at_once` at a time, in alternating steps."""
+    """The requests through both engines, `at_once` at a time, in turns of TURN_STEPS steps."""
     seconds = [0.0, 0.0]
     requests: list[list[Request]] = [[], []]
     for first in range(0, len(params), at_once):
@@ -346,9 +348,10 @@ def _serve(
         while not all(engine.idle for engine in engines):
             number += 1
             for which in (0, 1) if number % 2 else (1, 0):
-                if not engines[which].idle:
-                    began = time.perf_counter()
-                    engines[which].step()
-                    seconds[which] += time.perf_counter() - began
+                began = time.perf_counter()
+                for _ in range(TURN_STEPS):
+                    if not engines[which].idle:
+                        engines[which].step()
+                seconds[which] += time.perf_counter() - began
     answers = [[[token.token for token in one.output] for one in mine] for mine in requests]
     return _Served((seconds[0], seconds[1]), answers)
