@@ -17,7 +17,7 @@ from kvtide.index.tree.node import Node
 
 MIN_GHOSTS = 4096
 
-Run = tuple[int, int, int]
+GhostRun = tuple[int, int, int]
 """How often pages were used again, the tick of their last use, and how many they are."""
 
 
@@ -25,7 +25,7 @@ class UseHistory:
     def __init__(self, page_bytes: int) -> None:
         self.rates = ReuseRates()
         self._page_bytes = page_bytes
-        self._ghosts: OrderedDict[bytes, list[Run]] = OrderedDict()
+        self._ghosts: OrderedDict[bytes, list[GhostRun]] = OrderedDict()
 
     def __len__(self) -> int:
         """How many ghosts there are."""
@@ -79,7 +79,7 @@ class UseHistory:
             pages = self._reused(runs, pages)
         self.rates.count(node.hits, tick, pages)
 
-    def _reused(self, runs: list[Run], pages: int) -> int:
+    def _reused(self, runs: list[GhostRun], pages: int) -> int:
         """So many pages of an evicted branch are used again; returns how many more are new."""
         for hits, last, count in reversed(runs):
             count = min(count, pages)
@@ -108,14 +108,14 @@ class UseHistory:
         start = pages * self._page_bytes
         self._keep(node.tokens[start : start + self._page_bytes], runs, node, limit)
 
-    def _keep(self, key: bytes, runs: list[Run], above: Node, limit: int) -> None:
+    def _keep(self, key: bytes, runs: list[GhostRun], above: Node, limit: int) -> None:
         above.ghost = key
         self._ghosts[key] = runs
         if len(self._ghosts) > limit and len(self._ghosts) > MIN_GHOSTS:
             self._ghosts.popitem(last=False)
 
 
-def _add(runs: list[Run], hits: int, last: int, pages: int) -> None:
+def _add(runs: list[GhostRun], hits: int, last: int, pages: int) -> None:
     if runs:
         below = runs[-1]
         if below[0] == hits and below[1] == last:
