@@ -3,8 +3,8 @@
 A contestant times its own calls: `start` matches, pins and reserves (evicting if need be), `finish`
 commits and releases. `prepare` is not timed: it brings the tokens into the index's own form. The
 classes differ only in the memory they declare and in how many slots each anchor gets. They evict by
-LRU and keep checkpoints where prompts end or part, because that is what peers do;
-`DeepSeekV4Learned` places them as this project does by default, which finds more and costs more.
+LRU and keep checkpoints where prompts end or part, because that is what peers do; `FullLearned` and
+`DeepSeekV4Learned` do as this project does by default, which finds more and costs more.
 
 Times are CPU time of the thread, so that a busy machine does not count; KVBENCH_CLOCK=wall asks
 for wall time.
@@ -18,7 +18,7 @@ import time
 import numpy as np
 import numpy.typing as npt
 
-from kvtide.index import Branches, CostBased, Index, IndexLease, Placement, Prompt
+from kvtide.index import DEFAULT_POLICY, Branches, CostBased, Index, IndexLease, Placement, Prompt
 from kvtide.spec import DType, Entry, Field, ModelMemory, PoolSpec, Reuse, Tier, with_draft
 
 _now = time.perf_counter_ns if os.environ.get("KVBENCH_CLOCK") == "wall" else time.thread_time_ns
@@ -106,6 +106,12 @@ class Full(Contestant):
 
     def slots(self, capacity: int) -> dict[str, int]:
         return {"kv": capacity // self.page}
+
+
+class FullLearned(Full):
+    """Full attention with the default eviction policy."""
+
+    eviction = DEFAULT_POLICY
 
 
 class Drafted(Full):

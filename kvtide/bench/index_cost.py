@@ -23,6 +23,7 @@ from kvtide.bench.contestants import (
     DeepSeekV4Learned,
     Drafted,
     Full,
+    FullLearned,
     Recurrent,
     Timings,
     Window,
@@ -31,6 +32,7 @@ from kvtide.planner.traces import Trace
 
 CONTESTANTS: dict[str, type[Any]] = {
     "full": Full,
+    "full-learned": FullLearned,
     "drafted": Drafted,
     "window": Window,
     "recurrent": Recurrent,

@@ -114,7 +114,7 @@ def _add_index(parser: argparse.ArgumentParser) -> None:
 
 def _add_hitrate(parser: argparse.ArgumentParser) -> None:
     _add_source(parser)
-    parser.add_argument("--policies", default="lru,slru,lfu", help="comma-separated policies")
+    parser.add_argument("--policies", default="lru,lhd,slru,lfu", help="comma-separated policies")
     parser.add_argument(
         "--capacities", default="0.01,0.05,0.2", help="fractions of the footprint, comma-separated"
     )

@@ -58,3 +58,16 @@ def test_gap_closed_is_none_for_lru_itself_and_all_for_the_optimum() -> None:
     assert row.gap_closed("lru") == 0.0
     row.hit_rates["perfect"] = row.optimum
     assert abs(row.gap_closed("perfect") - 1.0) < 1e-9
+
+
+def test_least_hit_density_finds_more_than_lru_where_most_prompts_come_once() -> None:
+    trace = workloads.parse("rag:requests=300,documents=100")
+    (row,) = compare(trace, ["lru", "lhd"], [0.05], 64, lambda it, n, s: it).rows
+    assert row.hit_rates["lhd"] > row.hit_rates["lru"] + 0.005
+
+
+def test_least_hit_density_finds_as_much_as_lru_in_conversations() -> None:
+    trace = workloads.parse("chat:users=40,turns=5")
+    rows = compare(trace, ["lru", "lhd"], [0.05, 0.2, 0.5], 64, lambda it, n, s: it).rows
+    for row in rows:
+        assert row.hit_rates["lhd"] > row.hit_rates["lru"] - 0.002

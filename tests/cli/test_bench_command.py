@@ -82,7 +82,7 @@ def test_hitrate_sets_policies_beside_the_optimum(capsys: pytest.CaptureFixture[
         (["index", "--growth", "many"], "--growth takes numbers separated by commas"),
         (
             ["hitrate", "--policies", "best"],
-            "no eviction policy named best; use lru, lfu",
+            "no eviction policy named best; use lru, lhd, lfu",
         ),
         (["hitrate", "--trace", "/nowhere.jsonl"], "nowhere.jsonl"),
         (["index", "--workload", "tea"], "tea"),

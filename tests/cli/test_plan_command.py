@@ -270,7 +270,7 @@ def test_sweep_of_a_tier_without_a_size_goes_around_the_footprint(
         (["--device", "0"], "give it a size"),
         (["--device", "1MB"], "use at least .* or 0 to leave the tier out"),
         (["--host", "0"], "or --storage 0"),
-        (["--eviction", "random"], "no such policy; use lru, lfu"),
+        (["--eviction", "random"], "no such policy; use lru, lhd, lfu"),
         (["--write-policy", "write_back"], "no such policy; use write_through, write_through_sel"),
         (["--write-policy", "storage_on_second_use", "--storage", "0"], "give --storage a size"),
         (

@@ -9,6 +9,7 @@ import pytest
 from kvtide.index.evict import eviction_queue as evicting
 from kvtide.index.evict.eviction_queue import in_reach
 from kvtide.index.evict.policies import policy_named
+from kvtide.index.evict.reuse_rates import ReuseRates
 from kvtide.index.tree.node import Node
 from kvtide.spec import Tier
 from tests.grids import everything
@@ -35,6 +36,7 @@ def _order(index, tier: Tier = Tier.DEVICE) -> str:
 @pytest.mark.parametrize(
     ("policy", "order"),
     [
+        ("lhd", "bac"),
         ("lru", "bac"),
         ("mru", "cab"),
         ("fifo", "abc"),
@@ -394,7 +396,7 @@ def _evictable(last: int) -> Node:
 def test_void_entries_are_swept_a_few_per_push(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nodes leave without being victims, as those of requests that go on do: the queue forgets
     them, and no single push pays for it."""
-    queue = evicting.EvictionQueue(0, None, policy_named("lru"))
+    queue = evicting.EvictionQueue(0, None, policy_named("lru", ReuseRates()))
     moved = 0
     push = evicting.heapq.heappush
 
@@ -426,7 +428,7 @@ def test_void_entries_are_swept_a_few_per_push(monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_node_entered_again_is_a_victim_once() -> None:
     """A key that fell is entered a second time, and the first entry is void."""
-    queue = evicting.EvictionQueue(0, None, policy_named("mru"))
+    queue = evicting.EvictionQueue(0, None, policy_named("mru", ReuseRates()))
     first, second = _evictable(1), _evictable(2)
     for node in (first, second):
         queue.offer(node)

@@ -83,6 +83,8 @@ class Allocator:
         tree, queue = self._tree, self._tree.cells[cell].queue
         dropped = 0
         node = queue.pop()
+        if node is not None and tree.history is not None:
+            tree.cells[cell].policy.evicts(node)
         while node is not None:
             if spares(node, cell):
                 queue.offer(node)

@@ -135,6 +135,8 @@ class Commits:
         use its slots, and read no sidecar that was absent.
         """
         tree = self._tree
+        if tree.history is not None and not node.hidden:
+            tree.history.touched(node, tree.tick)
         node.last = tree.tick
         for cell, taken in slots.items():
             mine = taken[: node.pages]

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from kvtide.index.evict.eviction_queue import EvictionQueue
-from kvtide.index.evict.policies import policy_named
+from kvtide.index.evict.policies import Policy, policy_named
+from kvtide.index.evict.reuse_rates import ReuseRates
 from kvtide.index.tree.slots import SlotPool
 from kvtide.spec import ModelMemory, Tier
 
@@ -37,7 +38,7 @@ class Cell:
     )
 
     def __init__(
-        self, number: int, tier: Tier, anchor: int, reach: int | None, slots: int, eviction: str
+        self, number: int, tier: Tier, anchor: int, reach: int | None, slots: int, policy: Policy
     ) -> None:
         self.tier = tier
         self.anchor = anchor
@@ -46,7 +47,7 @@ class Cell:
         self.reach = reach
         self.slots = SlotPool(slots)
         self.batch_pages = max(1, min(slots // BATCH_FRACTION, MAX_BATCH_PAGES))
-        self.policy = policy_named(eviction)
+        self.policy = policy
         self.queue = EvictionQueue(number, reach, self.policy)
         self.resident_pages = 0
         self.pinned_pages = 0
@@ -54,7 +55,10 @@ class Cell:
 
 
 def cells_of(
-    memory: ModelMemory, capacity_pages: Mapping[Tier, Mapping[str, int]], eviction: str
+    memory: ModelMemory,
+    capacity_pages: Mapping[Tier, Mapping[str, int]],
+    eviction: str,
+    rates: ReuseRates,
 ) -> list[Cell]:
     """All cells, tier by tier: cell number = tier · anchors + anchor."""
     cells = [
@@ -64,7 +68,7 @@ def cells_of(
             number,
             pool.reuse.reach_pages(memory.page_tokens),
             capacity_pages.get(tier, {}).get(pool.name, 0),
-            eviction,
+            policy_named(eviction, rates),
         )
         for tier in Tier
         for number, pool in enumerate(memory.anchors)

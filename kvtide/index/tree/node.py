@@ -38,6 +38,7 @@ class Node:
     sought         the number of the store that has none of the optional sidecars that it lacks
     departed       bit per cell: its pages there, computed or fetched, have been given to a store
     last … priority  what eviction policies look at
+    ghost          the key of what is remembered of the branch last evicted below its end
     stop           the page up to which the request that computed the run went on
     read           the number of the reading that visited it last (`tree_reading`)
     key            key of the run's last page, computed on demand
@@ -51,6 +52,7 @@ class Node:
         "children",
         "departed",
         "depth",
+        "ghost",
         "hidden",
         "hits",
         "key",
@@ -96,6 +98,7 @@ class Node:
         self.priority = 0
         self.stop = 0
         self.read = 0
+        self.ghost: bytes | None = None
         self.key: bytes | None = None
 
     @property

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 
 from kvtide.index.events import CellName, PackedSizes
+from kvtide.index.evict.use_history import UseHistory
 from kvtide.index.keys import TOKEN_BYTES, Hidden, PageKey, Prompt, unlike_any_prompt
 from kvtide.index.tree.cells import cells_of
 from kvtide.index.tree.event_source import EventSource
@@ -46,12 +47,15 @@ class Tree:
         self.keys = NodeKeys(fingerprint, self.page_bytes, self.after_bytes)
         self.anchor_names = tuple(pool.name for pool in memory.anchors)
         self.anchors = len(self.anchor_names)
-        self.cells = cells_of(memory, capacity_pages, eviction)
+        history = UseHistory(self.page_bytes)
+        self.cells = cells_of(memory, capacity_pages, eviction, history.rates)
         self.homes = tuple(self.cell(pool.home, n) for n, pool in enumerate(memory.anchors))
         self.hot_rows = SlotPool(hot_rows)
         self.pins = Pins(self.cells, self.anchors)
         self.finite_cells = [n for n, cell in enumerate(self.cells) if cell.reach is not None]
         self.finite_bits = sum(1 << n for n in self.finite_cells)
+        learns = any(cell.policy.learns for cell in self.cells) and not self.finite_cells
+        self.history = history if learns else None
         self._rises = all(cell.policy.rises for cell in self.cells)
         self._longest_reach = max((cell.reach or 0 for cell in self.cells), default=0)
         self.presence = Presence(memory, capacity_pages)
@@ -99,6 +103,8 @@ class Tree:
         node.last = node.born = self.tick
         parent.children[tokens[: self.page_bytes]] = node
         self.nodes += 1
+        if self.history is not None and not node.hidden:
+            self.history.computed(node, self.tick)
         if self.finite_cells:
             self._reach_changed(parent)
         return node
@@ -146,6 +152,8 @@ class Tree:
         pages = len(tokens) // self.page_bytes
         assert not node.children and not node.arriving
         assert node.parent is not None
+        if self.history is not None and not node.hidden:
+            self.history.extended(node, tokens, pages, self.tick)
         node.tokens += tokens
         node.pages += pages
         node.key, node.sought = None, 0
@@ -172,6 +180,8 @@ class Tree:
     def truncate(self, node: Node, pages: int, cell: int) -> None:
         """Drop all but the first `pages` pages of a leaf that is held in `cell` alone."""
         self._notify_removed(node, cell, pages)
+        if self.history is not None and not node.hidden:
+            self.history.shortened(node, pages, self.nodes)
         slots = node.resident_slots(cell)
         where = self.cells[cell]
         where.slots.free(slots[pages:])
@@ -184,19 +194,23 @@ class Tree:
 
     def prune(self, node: Node) -> None:
         """Remove the node, and ancestors it alone kept alive, where nothing is held any more."""
+        removed = []
         while not (node.resident or node.arriving or node.children or node.leases):
             parent = node.parent
             if parent is None:
                 assert isinstance(node, Root)
                 del self.roots[node.name]
-                return
+                break
             assert not any(node.pins), "a pinned node lost its pages"
             del parent.children[node.tokens[: self.page_bytes]]
             self.nodes -= 1
             if self.finite_cells:
                 self._reach_changed(parent)
             node.parent = None
+            removed.append(node)
             node = parent
+        if removed and self.history is not None and not node.hidden:
+            self.history.left(removed, node, self.nodes)
 
     def hide(self, top: Node) -> int:
         """Move a whole branch to a hidden root of its own; returns how many pages it has.
@@ -346,6 +360,11 @@ class Tree:
     def use(self, node: Node, priority: int, hits: int) -> None:
         """Record a use of all nodes on the path, and `hits` more hits."""
         tick = self.tick
+        if self.history is not None and not node.hidden:
+            if hits:
+                self.history.pinned(node, tick)
+            else:
+                self.history.released(node, tick)
         above = node
         while above.parent is not None:
             above.last = tick
