@@ -10,7 +10,7 @@ import pytest
 
 from kvtide.server.ranks.rank_channels import LeaderChannel, MeetingPlace, RankChannels
 from kvtide.server.ranks.step_watch import StuckStep
-from kvtide.transfer.peer.channel import ChannelError, Message
+from kvtide.transfer.peer.channel import ChannelError, WireMessage
 
 WITHIN_S = 60.0
 
@@ -38,7 +38,7 @@ class Heard:
             time.sleep(0.005)
 
 
-def answer(hello: Message) -> Message:
+def answer(hello: WireMessage) -> WireMessage:
     if "odd" in hello:
         raise ChannelError("it is odd")
     return {"to": hello["rank"]}

@@ -18,7 +18,7 @@ from contextlib import suppress
 import pytest
 
 from kvtide.transfer.peer import channel as channels
-from kvtide.transfer.peer.channel import Channel, ChannelError, Listener, Message, connect
+from kvtide.transfer.peer.channel import Channel, ChannelError, Listener, WireMessage, connect
 from tests.processes import freeze
 
 SECRET = b"two know it"
@@ -30,7 +30,7 @@ class End:
 
     def __init__(self) -> None:
         self.channel: Channel | None = None
-        self.messages: list[Message] = []
+        self.messages: list[WireMessage] = []
         self.reasons: list[str] = []
         self.closed = threading.Event()
         self.changed = threading.Condition()
@@ -39,7 +39,7 @@ class End:
         self.channel = channel
         channel.start(self.on_message, self.on_closed)
 
-    def on_message(self, message: Message) -> None:
+    def on_message(self, message: WireMessage) -> None:
         with self.changed:
             self.messages.append(message)
             self.changed.notify_all()
@@ -58,14 +58,14 @@ class Server:
 
     def __init__(self, secret: bytes = SECRET, silence_s: float = 30.0, **given: object) -> None:
         self.ends: list[End] = []
-        self.hellos: list[Message] = []
+        self.hellos: list[WireMessage] = []
         self.taken = threading.Semaphore(0)
         given = {"answer": self._answer, "timeout_s": 30.0, **given}
         self.listener = Listener(
             "127.0.0.1", 0, on_channel=self._take, secret=secret, silence_s=silence_s, **given
         )
 
-    def _answer(self, hello: Message) -> Message:
+    def _answer(self, hello: WireMessage) -> WireMessage:
         self.hellos.append(hello)
         if hello.get("page") == 3:
             raise ChannelError("page size 3 there and 16 here")

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from kvtide.transfer.peer import channel
-from kvtide.transfer.peer.channel import Channel, Listener, Message, connect
+from kvtide.transfer.peer.channel import Channel, Listener, WireMessage, connect
 
 SECRET = b"a secret of peers"
 MAX_S = 60.0
@@ -24,7 +24,7 @@ def taken() -> list[Channel]:
 
 @pytest.fixture
 def listener(taken: list[Channel]) -> Iterator[Listener]:
-    def answer(hello: Message) -> Message:
+    def answer(hello: WireMessage) -> WireMessage:
         return {"to": hello["from"]}
 
     listening = Listener("127.0.0.1", 0, answer, taken.append, secret=SECRET, timeout_s=MAX_S)
