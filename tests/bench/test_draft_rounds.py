@@ -50,21 +50,23 @@ def test_drafts_share_weights_with_a_model_that_has_no_pools_for_them(shape: Dra
     assert model.target.memory.draft_sidecars == ("draft",)
 
 
-def test_a_histories_pages_are_found() -> None:
-    for shape in (EAGLE3, MTP):
-        memory = built(shape).target.memory
-        size = Tokens(64 * memory.page_tokens)
-        config = CacheConfig(size, host_size=None, device="cpu", tokens_per_checkpoint=64)
-        cache = TieredCache(memory, config)
-        prompts = [[seed] * (2 * memory.page_tokens + 3) for seed in (1, 2)]
-        history.commit(cache, prompts)
-        for tokens in prompts:
-            lease = cache.reserve(cache.match(cache.prompt(tokens)))
-            assert lease is not None and lease.cached_tokens == 2 * memory.page_tokens
-            assert cache.carries(lease, "draft")[-1], "V4 keeps a window of the draft, too"
-            cache.release(lease)
-        assert cache.validate() == []
-        cache.close()
+@pytest.mark.parametrize(
+    "shape", [EAGLE3, pytest.param(MTP, marks=pytest.mark.full)], ids=["eagle3", "mtp"]
+)
+def test_a_histories_pages_are_found(shape: DraftedShape) -> None:
+    memory = built(shape).target.memory
+    size = Tokens(64 * memory.page_tokens)
+    config = CacheConfig(size, host_size=None, device="cpu", tokens_per_checkpoint=64)
+    cache = TieredCache(memory, config)
+    prompts = [[seed] * (2 * memory.page_tokens + 3) for seed in (1, 2)]
+    history.commit(cache, prompts)
+    for tokens in prompts:
+        lease = cache.reserve(cache.match(cache.prompt(tokens)))
+        assert lease is not None and lease.cached_tokens == 2 * memory.page_tokens
+        assert cache.carries(lease, "draft")[-1], "V4 keeps a window of the draft, too"
+        cache.release(lease)
+    assert cache.validate() == []
+    cache.close()
 
 
 @pytest.mark.full

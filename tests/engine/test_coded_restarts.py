@@ -30,7 +30,7 @@ def cells() -> list[object]:
     ]
 
 
-QUICK_CELLS = {*((family, "file") for family in FEW[-2:]), (FEW[0], "memory")}
+QUICK_CELLS = {*((family, "file") for family in FEW[-1:]), (FEW[0], "memory")}
 
 
 @pytest.mark.parametrize(("family", "store"), cells())

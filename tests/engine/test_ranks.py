@@ -71,7 +71,7 @@ def cases(*shapes: Shape) -> list[tuple[object, ...]]:
     return [(shape, *name.split(": ")) for shape in shapes for name in shape.scenarios()]
 
 
-QUICK = ("llama", "gpt_oss", "falcon_h1")
+QUICK = ("llama", "falcon_h1")
 CASES = [
     *covered(case for case in cases(PP, TP) if case[1] in QUICK),
     *(

@@ -68,7 +68,7 @@ class Play:
         return requests
 
 
-@pytest.mark.quick(name=["eagle3-llama"])
+@pytest.mark.quick(name=["eagle3-llama"], graphs=[True])
 @pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
 @pytest.mark.parametrize("name", ["eagle3-llama", "eagle3-falcon_h1", "deepseek_v4-mtp"])
 def test_drafts_behind_deferred_tokens_are_those_of_a_draft_extended_in_every_step(

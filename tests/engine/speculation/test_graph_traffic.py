@@ -92,7 +92,7 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return cached(lambda name: PAIRS[name](tmp_path_factory.mktemp("drafts")))
 
 
-@pytest.mark.quick(seed=range(2), name=["eagle3-llama", "qwen3_next-mtp"])
+@pytest.mark.quick(seed=range(1), name=["eagle3-llama", "qwen3_next-mtp"])
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("name", NAMES)
 def test_all_that_is_asked_ends_and_is_right(
@@ -111,7 +111,7 @@ def test_all_that_is_asked_ends_and_is_right(
         assert run.drafter.behind > 4 and run.drafter.moved > 2
 
 
-@pytest.mark.quick(seed=[1])
+@pytest.mark.quick(seed=[1], name=["eagle3-llama"])
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("name", ["eagle3-llama", "eagle3-gpt_oss"])
 def test_tokens_that_take_a_second_look_end_what_the_device_accepts(

@@ -239,7 +239,10 @@ def test_transports_that_do_not_exist_are_refused_by_name() -> None:
             open_transport(name)
 
 
-@pytest.mark.parametrize(("name", "hidden"), [("mooncake", "mooncake"), ("nixl", "nixl_cu13")])
+@pytest.mark.parametrize(
+    ("name", "hidden"),
+    [("mooncake", "mooncake"), pytest.param("nixl", "nixl_cu13", marks=pytest.mark.full)],
+)
 def test_a_missing_library_is_refused_with_what_to_install(name: str, hidden: str) -> None:
     code = (
         "import sys\n"
