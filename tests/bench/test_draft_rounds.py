@@ -50,9 +50,8 @@ def test_drafts_share_weights_with_a_model_that_has_no_pools_for_them(shape: Dra
     assert model.target.memory.draft_sidecars == ("draft",)
 
 
-@pytest.mark.parametrize(
-    "shape", [EAGLE3, pytest.param(MTP, marks=pytest.mark.full)], ids=["eagle3", "mtp"]
-)
+@pytest.mark.full
+@pytest.mark.parametrize("shape", [EAGLE3, MTP], ids=["eagle3", "mtp"])
 def test_a_histories_pages_are_found(shape: DraftedShape) -> None:
     memory = built(shape).target.memory
     size = Tokens(64 * memory.page_tokens)

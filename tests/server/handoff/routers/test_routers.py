@@ -93,6 +93,7 @@ def replay_of(kind: RouterKind, pair: RoutedPair) -> Replay:
 # -- replays --------------------------------------------------------------------------------------
 
 
+@pytest.mark.quick
 @routers
 @cases
 def test_recorded_requests_give_the_answer_of_one_server(
@@ -192,7 +193,7 @@ def test_a_try_that_the_router_gives_up_leaves_nothing_behind(
     assert states == {"decoding": 1}
 
 
-@pytest.mark.quick(kind=KINDS[-1:])
+@pytest.mark.full
 @pytest.mark.parametrize("kind", [KINDS[0], KINDS[-1]], ids=str)
 def test_a_room_that_no_decode_server_asks_for_is_closed_in_time(
     serve: Callable[..., InProcess], kind: RouterKind
