@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import statistics
 import sys
 import tempfile
 import time
@@ -25,6 +24,7 @@ from typing import Any
 import torch
 import transformers
 from page_cache import drop_page_cache
+from paired_seconds import Seconds, median, ratio
 
 from kvtide.byte_sizes import format_bytes
 from kvtide.cli.console import progress, table
@@ -34,7 +34,6 @@ from kvtide.tiers import Tokens
 WORDS = 1000
 PAGE = 64
 WAIT_S = 60.0
-Seconds = dict[str, list[float]]
 
 
 def model_of(layers: int, tokens: int) -> Any:
@@ -141,17 +140,18 @@ COLUMNS = ("kvtide first", "torch first", "kvtide again", "torch again")
 
 
 def row(bench: Bench, seconds: Seconds) -> tuple[str, ...]:
-    def median(name: str) -> str:
-        return f"{statistics.median(seconds[name]):.2f}"
-
-    def ratio(above: str, below: str) -> str:
-        pairs = zip(seconds[above], seconds[below], strict=True)
-        return f"{statistics.median(a / b for a, b in pairs):.2f}×"
-
     return (
-        *(f"{bench.tokens:,}", format_bytes(bench.saved_bytes), median("without")),
-        *(median("kvtide first"), median("torch first"), ratio("torch first", "kvtide first")),
-        *(median("kvtide again"), median("torch again"), ratio("torch again", "kvtide again")),
+        *(f"{bench.tokens:,}", format_bytes(bench.saved_bytes), median(seconds, "without")),
+        *(
+            median(seconds, "kvtide first"),
+            median(seconds, "torch first"),
+            ratio(seconds, "torch first", "kvtide first"),
+        ),
+        *(
+            median(seconds, "kvtide again"),
+            median(seconds, "torch again"),
+            ratio(seconds, "torch again", "kvtide again"),
+        ),
     )
 
 

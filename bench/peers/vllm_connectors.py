@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -27,12 +26,12 @@ from pathlib import Path
 from typing import Any
 
 from page_cache import drop_page_cache
+from paired_seconds import Seconds, median, ratio
 
 from kvtide.cli.console import progress, table
 
 WORDS, BLOCK = 1000, 32
 MAX_S = 300.0
-Seconds = dict[str, list[float]]
 ENGINE = {
     "VLLM_CPU_KVCACHE_SPACE": "2",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -170,18 +169,11 @@ def measure(engines: Sequence[Engine], folder: Path, tokens: int, turns: int) ->
 
 
 def row(tokens: int, seconds: Seconds) -> tuple[str, ...]:
-    def median(name: str) -> str:
-        return f"{statistics.median(seconds[name]):.2f}"
-
-    def ratio(above: str, below: str) -> str:
-        pairs = zip(seconds[above], seconds[below], strict=True)
-        return f"{statistics.median(a / b for a, b in pairs):.2f}×"
-
     return (
-        *(f"{tokens:,}", median("none first")),
-        *(median("kvtide first"), median("example first")),
-        *(median("kvtide again"), ratio("none first", "kvtide again")),
-        *(median("example again"), ratio("example again", "kvtide again")),
+        *(f"{tokens:,}", median(seconds, "none first")),
+        *(median(seconds, "kvtide first"), median(seconds, "example first")),
+        *(median(seconds, "kvtide again"), ratio(seconds, "none first", "kvtide again")),
+        *(median(seconds, "example again"), ratio(seconds, "example again", "kvtide again")),
     )
 
 

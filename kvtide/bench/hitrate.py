@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtide.bench.contestants import Full, Timings
-from kvtide.bench.index_cost import ShowProgress
+from kvtide.bench.progress import ShowProgress
 from kvtide.index import POLICIES
 from kvtide.planner.traces import Trace, footprint_tokens, prefix_keys
 

@@ -28,6 +28,7 @@ from kvtide.bench.contestants import (
     Timings,
     Window,
 )
+from kvtide.bench.progress import ShowProgress
 from kvtide.planner.traces import Trace
 
 CONTESTANTS: dict[str, type[Any]] = {
@@ -39,8 +40,6 @@ CONTESTANTS: dict[str, type[Any]] = {
     "deepseek-v4": DeepSeekV4Index,
     "deepseek-v4-learned": DeepSeekV4Learned,
 }
-
-ShowProgress = Callable[[Iterable[Any], int, str], Iterable[Any]]
 
 
 @dataclass(frozen=True, slots=True)

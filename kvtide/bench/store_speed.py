@@ -14,12 +14,13 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
 import numpy as np
 
+from kvtide.bench.progress import ShowProgress
 from kvtide.spec import catalog
 from kvtide.storage import Store, StoreError, object_formats
 from kvtide.storage.store import SPACE_BYTES
@@ -30,8 +31,6 @@ from kvtide.transfer.shapes import OtherShapes
 from kvtide.transfer.shapes.shape_marks import REFRESH_S
 from kvtide.transfer.storage_requests import SoughtPage, StoredPage
 from kvtide.transfer.store_link import StoreLink
-
-ShowProgress = Callable[[Iterable[Any], int, str], Iterable[Any]]
 
 BATCH_BYTES = 64 << 20
 """The size of a call, unless one object is larger."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from kvtide.bench.link import Link
+from kvtide.bench.progress import ShowProgress
 from kvtide.spec import ModelMemory, PageMove, Slots, catalog
 from kvtide.storage import object_formats
 from kvtide.storage.store import SPACE_BYTES
@@ -29,8 +30,6 @@ from kvtide.transfer.backends import CELLS, DEFAULTS, open_copier
 from kvtide.transfer.copy_jobs import Copier
 from kvtide.transfer.host_pages import tails
 from kvtide.transfer.strided import Way
-
-ShowProgress = Callable[[Iterable[Any], int, str], Iterable[Any]]
 
 TIMEOUT_S = 60.0
 SPREAD = 2

@@ -10,11 +10,10 @@ import math
 import os
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 from urllib.parse import parse_qsl, quote, urlencode, urlsplit, urlunsplit
 
 import numpy as np
@@ -22,6 +21,7 @@ import numpy as np
 from kvtide.bench import store_speed
 from kvtide.bench.codecs import codec_speed
 from kvtide.bench.codecs.codec_speed import StoreGain
+from kvtide.bench.progress import quietly
 from kvtide.bench.store_speed import MemoryBlocks, Ours, StoreCase
 from kvtide.server.setup.store_setup import refusing
 from kvtide.spec import DType, ModelMemory
@@ -95,17 +95,17 @@ def store_rates(store: JudgedStore, memory: ModelMemory | None) -> dict[str, flo
 def codec_gain(store: JudgedStore, memory: ModelMemory, dtype: DType) -> StoreGain:
     """Pages through the store with the lossless codec beside pages without one, in turns.
 
-    What pages hold is drawn: numbers of this dtype, normally distributed. They shrink about as
-    computed ones do.
+    Pages hold random numbers of this dtype, normally distributed. They shrink about as computed
+    ones do.
     """
     formats = object_formats(memory.at_rest, _SPACE)
-    objects = [(one, _drawn(one.bytes, dtype)) for one in formats.values()]
+    objects = [(one, _random_bytes(one.bytes, dtype)) for one in formats.values()]
     with _tried(store) as url:
         _, gain = codec_speed.in_store(url, objects, MEASURED_BYTES // 2, TURNS, quietly, [CODEC])
     return gain
 
 
-def _drawn(size: int, dtype: DType) -> bytes:
+def _random_bytes(size: int, dtype: DType) -> bytes:
     numbers = np.random.default_rng(0).standard_normal(math.ceil(size / 2), np.float32)
     if dtype is DType.BF16:
         return numbers.view(np.uint16)[1::2].tobytes()[:size]
@@ -133,7 +133,3 @@ def existing(folder: Path) -> Path:
     if not os.access(found, os.W_OK | os.X_OK):
         raise StoreError(f"{found} cannot be written; name another folder with --folder")
     return found
-
-
-def quietly(items: Iterable[Any], total: int, label: str) -> Iterator[Any]:
-    return iter(items)

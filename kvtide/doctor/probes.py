@@ -19,9 +19,10 @@ from kvtide.bench import transfer_speed
 from kvtide.bench.codecs.codec_speed import StoreGain
 from kvtide.bench.gpu import ceilings
 from kvtide.bench.link import Link
+from kvtide.bench.progress import quietly
 from kvtide.bench.transfer_speed import TransferCase, TransferMeasurement
 from kvtide.byte_sizes import format_bytes
-from kvtide.doctor.judged_store import JudgedStore, codec_gain, quietly, store_rates
+from kvtide.doctor.judged_store import JudgedStore, codec_gain, store_rates
 from kvtide.spec import DType, ModelMemory
 from kvtide.tiers import Layout, host_arena
 from kvtide.transfer.backends import CELLS

@@ -177,7 +177,7 @@ def test_the_command_shows_all_cases(
     assert "tokens of 100 were cached" in capsys.readouterr().err
 
 
-def test_shapes_of_the_issue_are_measured_at_its_sizes() -> None:
+def test_shapes_are_measured_at_their_published_sizes() -> None:
     wanted = {
         "rounds": [(1, 2048, 1.25), (64, 2048, 1.5)],
         "never-8b": [(64, 2048, 0.0)],

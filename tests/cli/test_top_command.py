@@ -32,7 +32,7 @@ def server(watched: Callable[..., Any]) -> Any:
     return opened
 
 
-def drawn(snapshot: Any, width: int, **more: Any) -> str:
+def rendered(snapshot: Any, width: int, **more: Any) -> str:
     out = io.StringIO()
     console = Console(file=out, width=width, color_system="truecolor", force_terminal=True)
     console.print(screen(snapshot, [snapshot["token_rates"]] * 300, width, **more))
@@ -50,10 +50,10 @@ def test_a_pipe_gets_one_snapshot(server: Any, capsys: pytest.CaptureFixture[str
     assert f"{3 * PAGE} tokens in 1 nodes" in text
 
 
-def test_a_hybrids_pools_and_hot_buffers_are_drawn(
+def test_a_hybrids_pools_and_hot_buffers_are_rendered(
     watched: Callable[..., Any], tmp_path: Path
 ) -> None:
-    text = drawn(frame(hybrid(watched, tmp_path)), 120)
+    text = rendered(frame(hybrid(watched, tmp_path)), 120)
     for part in ("kv", "swa", "c4", "0 of 3 requests", "rank-s"):
         assert part in text, part
 
@@ -71,7 +71,7 @@ def test_no_line_is_wider_than_the_terminal(server: Any, width: int) -> None:
 
 
 def test_tiers_have_their_colours(server: Any) -> None:
-    text = drawn(frame(server, lambda seen: seen["tree"]["nodes"] == 1), 120)
+    text = rendered(frame(server, lambda seen: seen["tree"]["nodes"] == 1), 120)
     assert "\x1b[30;42m" in text, "the branch on the device is green"
 
 

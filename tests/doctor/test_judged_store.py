@@ -113,9 +113,9 @@ def test_a_codec_that_is_asked_for_is_left_out_of_the_plain_rates(
     assert opened == ["memory:plain"]
 
 
-def test_drawn_pages_shrink_about_as_computed_ones(tmp_path: Path) -> None:
+def test_random_pages_shrink_about_as_computed_ones(tmp_path: Path) -> None:
     """SmolLM2's and Gemma's in bf16 shrink to 1 / 1.45 (docs/benchmarks.md, codecs)."""
-    raw = judged_store._drawn(1 << 20, DType.BF16)
+    raw = judged_store._random_bytes(1 << 20, DType.BF16)
     codec = Lossless()
     target: ByteArray = np.empty(codec.bound(len(raw)), np.uint8)
     ratio = len(raw) / codec.encode(np.frombuffer(raw, np.uint8), target)

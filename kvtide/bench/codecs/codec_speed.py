@@ -12,11 +12,12 @@ import statistics
 import time
 import zlib
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from kvtide.bench.progress import ShowProgress
 from kvtide.storage import ObjectFormat, Store, StoreError, open_store
 from kvtide.storage.codec import CodedStore, coded_object
 from kvtide.storage.codec.opening import CODECS, NO_CODEC
@@ -27,7 +28,6 @@ CALL_BYTES = 32 << 20
 """Of a call of the store, as the cache makes them."""
 
 FormattedObjects = Sequence[tuple[ObjectFormat, bytes]]
-ShowProgress = Callable[[Iterable[Any], int, str], Iterable[Any]]
 Coder = tuple[Callable[[], Sequence[memoryview]], Callable[[Sequence[memoryview]], object]]
 """Encodes all objects; decodes what was made of them."""
 

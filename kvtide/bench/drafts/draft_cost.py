@@ -10,10 +10,10 @@ from __future__ import annotations
 import gc
 import statistics
 import time
-from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from kvtide.bench.progress import ShowProgress
 from kvtide.cache import CacheConfig, Ratio, TieredCache, Tokens
 from kvtide.spec import DType, Entry, Field, ModelMemory, PoolSpec, with_draft
 
@@ -23,8 +23,6 @@ GOAL = 1.15
 _KV = Entry((Field("kv", (8,), DType.BF16),))
 _PLAIN = ModelMemory("target", PAGE, (PoolSpec("kv", (0,), _KV),), layers=1)
 _DRAFTED = with_draft(_PLAIN, ModelMemory("draft", PAGE, (PoolSpec("kv", (0,), _KV),), layers=1))
-
-ShowProgress = Callable[[Iterable[Any], int, str], Iterable[Any]]
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 
+from kvtide.bench.progress import ShowProgress
 from kvtide.cache import CacheConfig, TieredCache, Tokens
 from kvtide.engine import Engine, Request, RequestParams
 from kvtide.engine.engine import DRAFT_TOKENS
@@ -244,8 +245,6 @@ class ModelBed:
 
 
 # -- measuring --------------------------------------------------------------------------------
-
-ShowProgress = Callable[[Iterable[Any], int, str], Iterable[Any]]
 
 
 def measure(

@@ -1,4 +1,4 @@
-"""Weights that stay packed: the kernels' numbers are the format's, and products are those of them.
+"""Weights that stay packed: the kernels' numbers are the format's, and a GEMM is that of them.
 
 The second reading of the format (`tests/models/gguf_files`) shares no code with the kernels.
 """
@@ -77,7 +77,7 @@ def test_numbers_are_those_of_the_format(form: str, native: NativeOps) -> None:
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("form", FORMS)
-def test_products_are_those_of_the_numbers(form: str, bias: bool, native: NativeOps) -> None:
+def test_a_gemm_is_that_of_the_numbers(form: str, bias: bool, native: NativeOps) -> None:
     """Of few rows in registers, of more in panels, whose last one has fewer rows and outputs."""
     outputs, inputs, arithmetic = 131, 768, native.arithmetic
     weight, numbers = packed(form, outputs, inputs)
